@@ -268,7 +268,7 @@ FILES = {
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
     "# @package _global_\nseed: [\n": "node content",
-    "# @package _global_\nseed: many\n": "'many'",
+    "# @package _global_\nseed: many\n": "seed=many: must be a whole number from 0 to",
 }
 
 

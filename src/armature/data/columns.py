@@ -103,8 +103,12 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
 def classes(column: Any, *, name: str) -> tuple[list[str], NDArray[np.int64]]:
     """Return the names of a column's classes, and the index of each row's.
 
-    Raises ConfigError for an empty cell.
+    Raises ConfigError for an empty cell, and for lists.
     """
+    if column.type.num_fields:
+        raise ConfigError(
+            f"data.target: column {name} holds {column.type}, not one value. Name another column."
+        )
     encoded = _plain(column).dictionary_encode("encode").combine_chunks()
     names = [name_of(value) for value in encoded.dictionary.to_pylist()]
     indices = encoded.indices.to_numpy()

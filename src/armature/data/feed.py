@@ -434,14 +434,6 @@ class Feed(L.Callback):
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
-        batches, trainer = self.batches, self.trainer
-        if trainer is not None and trainer.accumulate_grad_batches != batches.accumulate:
-            raise ConfigError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but a global "
-                f"batch of {self.global_batch_size} is {batches.micro_batch_size} micro × "
-                f"{batches.accumulate} accumulation × {batches.data_ranks} data ranks. Pass "
-                f"accumulate_grad_batches={batches.accumulate}."
-            )
         if not self._ours:
             self._compare_ranks(self._train, "train")
         sampler = self.train_sampler(in_loop=True)
@@ -578,8 +570,8 @@ def build(cfg: DictConfig) -> Feed:
     own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
     # our own classes take plain lists and dicts
-    is_own = target.__module__.startswith("armature.")
-    data = instantiate(given, _convert_="all" if is_own else "none")
+    own_class = target.__module__.startswith("armature.")
+    data = instantiate(given, _convert_="all" if own_class else "none")
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "

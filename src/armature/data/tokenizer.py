@@ -22,7 +22,6 @@ END_OF_TEXT = "<|endoftext|>"
 # usual names of the token between documents. Where a tokenizer has one for their beginning and one
 # for their end, the beginning comes first here
 BEGINNINGS = (END_OF_TEXT, "<|begin_of_text|>", "<bos>", "<s>", "</s>", "<eos>", "<|end_of_text|>")
-SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 
 
 def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce  # differentiable
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
+from armature.parallel.functional import Ranks
 
 
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
@@ -80,14 +81,15 @@ def _batch_norm(
         return TorchFunction.apply(input, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     dims, shape = [0, *range(2, input.ndim)], (1, -1, *[1] * (input.ndim - 2))
     x = input.double()  # in which sums over a batch are exact enough
-    count = all_reduce(x.new_tensor(x.numel() // x.shape[1]), group=group)
+    ranks = Ranks(group.group_name, group.size(), group.rank())
+    count = ranks.sum(x.new_tensor(x.numel() // x.shape[1]))
     if count < 2:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    mean = all_reduce(x.sum(dims), group=group) / count
+    mean = _Sum.apply(x.sum(dims), ranks) / count
     deviations = x - mean.view(shape)
-    variance = all_reduce(deviations.square().sum(dims), group=group) / count
+    variance = _Sum.apply(deviations.square().sum(dims), ranks) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -96,3 +98,18 @@ def _batch_norm(
     y = deviations * torch.rsqrt(variance + eps).view(shape)
     y = y if weight is None else y * weight.view(shape)
     return (y if bias is None else y + bias.view(shape)).to(input.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum over ranks, also of a gradient's penalty."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.ranks = ranks
+        return ranks.sum(values)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Sum.apply(gradient, ctx.ranks), None

@@ -174,7 +174,7 @@ def _state(setup: Setup, ends: float, blocks: int, trained: float) -> dict[str, 
     }
 
 
-def kept_by_block(setup: Setup, recompute: str | float) -> float:
+def kept_by_block(setup: Setup, recompute: str | int) -> float:
     """Return bytes that one block keeps of one sample's forward pass for backward."""
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
     # ranks that share the positions between blocks
@@ -188,8 +188,6 @@ def kept_by_block(setup: Setup, recompute: str | float) -> float:
         inner = (cost.inner + others) / tensor
         return positions * (norms + c * (cost.shared_inputs + hidden + inner))
     stream = setup.residual_bytes * cost.width / between
-    if isinstance(recompute, float):  # a share of what compiled blocks would keep
-        return max(positions * stream, recompute * kept_by_block(setup, "none"))
     if recompute not in ("selective", "half"):
         return positions * stream
     products = (cost.products - cost.outputs) / tensor + cost.outputs

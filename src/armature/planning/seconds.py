@@ -79,9 +79,7 @@ def _compute(setup: Setup, device: Device) -> float:
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * traffic, "every": forward}
     again["half"] = again["selective"] + products / 2
     recomputed = again.get(str(setup.recompute))
-    if isinstance(setup.recompute, float):  # at first what reads memory, at last products
-        recomputed = (1 - setup.recompute) ** 2 * forward
-    elif recomputed is None:
+    if recomputed is None:
         recomputed = forward / int(setup.recompute)
     losses = samples * cost.losses / setup.axes["context"]
     head = 2 * (1 + towards) * losses * cost.head_matrices / tensor / flops_rate

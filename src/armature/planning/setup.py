@@ -37,8 +37,7 @@ class Setup:
             DeepSpeed, `offload` (weights, gradients and optimizer state in the host's memory) to
             a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
-        recompute: none, selective, half, every, a number n: each n-th block, or a share of
-            the bytes.
+        recompute: none, selective, half, every, or a number n: each n-th block.
         adapter_rank: of adapters of all Linears inside the blocks, which alone are trained; 0:
             none. The matrices may have 4 bits.
         expert: ranks that share out a mixture's experts, which get equally many tokens.
@@ -55,7 +54,7 @@ class Setup:
     micro: int = 1
     accumulate: int = 1
     precision: str = "bf16-mixed"
-    recompute: str | float = "none"
+    recompute: str | int = "none"
     matrix_state: int = ADAM_BYTES
     other_state: int = ADAM_BYTES
     reshard: bool = True
@@ -216,7 +215,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
 
     There is one for models with a `cost.py`, for adapters of all Linears inside the blocks without
     DeepSpeed, and for pipelines of the schedule 1f1b; none for pairs of answers, which are several
-    rows and pass the model twice.
+    rows and pass the model twice, and for a share of the memory, which the compiler finds.
 
     Raises ConfigError if the batch does not divide.
     """
@@ -224,6 +223,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     if cost is None or size is None or layout.kind == "other":
         return None
     options, adapter = layout.options, cfg.task.get("adapter")
+    if isinstance(options.get("activation_checkpointing"), float):
+        return None
     if adapter and (layout.kind == "deepspeed" or not _adapts_all(cfg, cost)):
         return None
     if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":

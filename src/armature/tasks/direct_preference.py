@@ -4,7 +4,6 @@ the rejected one.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -19,6 +18,7 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear, without_adapters
 from armature.models.decoder.loss import computes_loss
+from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED, token_losses
 from armature.tasks.base import Batch, WeightedMean, inputs_and_targets
 from armature.tasks.language_modeling import LanguageModeling
@@ -135,8 +135,7 @@ class DirectPreference(LanguageModeling):
                 f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-        takes = inspect.signature(type(model).forward).parameters
-        if "reduction" in takes and computes_loss(getattr(model, "head", None)):
+        if isinstance(model, Decoder) and computes_loss(model.head):
             losses = model(inputs, targets, reduction="none")  # without holding the logits
         else:
             losses = token_losses(model(inputs), targets)

@@ -242,7 +242,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
                 OmegaConf.select(cfg, path)
             except OmegaConfBaseException as error:
                 found += _unresolved(cfg, path, value, error)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseException) -> list[str]:
@@ -272,8 +272,8 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
             named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
             new = {name for names in named for name in names} - reached
             reached |= new
-        instead = f"it refers to itself. Type {path}=… for its value."
-        return [f"{path}: {instead}"] if path in reached else []
+        instead = f"{path}: it refers to itself. Type {path}=… for its value."
+        return [instead] * (path in reached)
     return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 

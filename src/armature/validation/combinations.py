@@ -37,10 +37,7 @@ from armature.validation import signatures
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 FLOAT8_CAPABILITY = (8, 9)
 QUANTIZED_BLOCK = 64  # elements of a row that share a scale (`finetune.nf4`)
-INTEGERS_ARE_SHARDED = (2, 12)  # the first torch whose fully_shard takes weights that are no floats
 WHOLE = ("single", "ddp")  # kinds in which every rank holds the whole model
-# kinds that reduce gradients of weights that are unfrozen
-UNFREEZE = (*WHOLE, "shard", "context")
 DIRECT_PREFERENCE = "armature.tasks.direct_preference.DirectPreference"
 
 
@@ -245,7 +242,8 @@ RULES: dict[str, Rules] = {
             "forward to backward. Type strategy.compile=none.",
         ),
         (
-            lambda r: "shard" in r.layout.methods and r.torch < INTEGERS_ARE_SHARDED,
+            # before, fully_shard takes no weights that are no floats
+            lambda r: "shard" in r.layout.methods and r.torch < (2, 12),
             " with a sharded strategy needs torch 2.12; older ones shard floats "
             "only. Type pip install -U torch, or strategy=ddp, or strategy=tensor.",
         ),
@@ -567,7 +565,8 @@ CALLBACKS: dict[str, Rules] = {
     ],
     "BaseFinetuning": [
         (
-            lambda r: not {*r.layout.methods} <= {*UNFREEZE},
+            # these reduce gradients of weights that are unfrozen
+            lambda r: not {*r.layout.methods} <= {*WHOLE, "shard", "context"},
             " unfreezes weights during training, but with this strategy ({r.methods}) "
             "only weights that are trained from the first step on are kept equal on all ranks. "
             "Type strategy=ddp or strategy=fsdp, or give these weights a group with learning rate "
