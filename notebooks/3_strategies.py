@@ -17,13 +17,13 @@
 # rank of a real size would hold and send on GPUs, by the planner's formulas.
 
 # %%
-from tools import curves, fresh, furthest, history, losses, run
+from tools import curves, fresh, furthest, losses, run
 
 folder = fresh("3")
 layouts = {
     "single": "strategy=single",
     "ddp": "strategy=ddp trainer.devices=2",
-    "fsdp": "strategy=fsdp trainer.devices=2",
+    "fsdp": "strategy=fsdp strategy.min_num_params=0 trainer.devices=2",
     "tensor": "strategy=tensor trainer.devices=2",
     "pipeline": "strategy=pipeline trainer.devices=2",
 }
@@ -47,22 +47,12 @@ assert max(far.values()) < 1e-5, far
 {name: f"{value:.1e}" for name, value in far.items()}
 
 # %% [markdown]
-# ## Memory per rank
-# Of a tiny model on a CPU nearly everything is Python and torch: the sizes show that each rank is a
-# process of its own, not what sharding saves.
-
-# %%
-for name, path in runs.items():
-    events = history.read(path).events
-    newest = [event["memory_gib"] for event in events if event["event"] == "memory"][-1]
-    print(f"{name:9} {', '.join(f'{gib:.2f} GiB' for gib in newest)}")
-
-# %% [markdown]
 # ## What each sends
 # Rank 0's collectives in one optimizer step on GPUs, by the simulator: bytes of the tensor that is
 # reduced, gathered or sent. `ddp` reduces all gradients once. `fsdp` gathers the weights and
 # scatters the reduced
-# gradients, here for each of its two micro-batches. `tensor` reduces activations, and `pipeline`
+# gradients, here for each of its two micro-batches (by default it shards nothing as small as this
+# model). `tensor` reduces activations, and `pipeline`
 # sends them to the next stage. What is left are a few numbers, such as the norm of the gradients.
 
 # %%

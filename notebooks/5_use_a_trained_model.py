@@ -35,12 +35,14 @@ module = armature.load(folder / "outputs" / "digits")
 type(module).__name__, sum(p.numel() for p in module.parameters())
 
 # %%
+from torch.utils.data import DataLoader
+
 from armature.data.digits import DigitsData
 
-data = DigitsData(global_batch_size=32)
+data = DigitsData()
 data.prepare_data()
 data.setup("test")
-batch = next(iter(data.test_dataloader()))
+batch = next(iter(DataLoader(data.dataset("test"), batch_size=32)))
 with torch.inference_mode():
     predicted = module.predict_step(batch, 0)
 right = (predicted["class"] == batch["targets"]).float().mean().item()
@@ -81,7 +83,6 @@ import logging
 import warnings
 
 import lightning as L
-from torch.utils.data import DataLoader
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning)

@@ -82,7 +82,7 @@ def test_a_callback_is_added_and_left_out(trained):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("callbacks.other.x=1", "has no key 'callbacks.other.x'. To add it, type '+callbacks"),
+        ("callbacks.other.x=1", "has no key 'callbacks.other.x'. To add it, type +callbacks"),
         ("~callbacks.other", "has no key 'callbacks.other'"),
         (
             "+callbacks.other={_target_:tests.plain_parts.Writer}",

@@ -21,7 +21,8 @@ OURS = {
     "torch",
     "numpy",
 }
-OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "typing_extensions", "packaging"}
+OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "safetensors", "typing_extensions"}
+OURS |= {"packaging"}
 OURS |= {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
 WITH_LIGHTNING = {
     "rich",

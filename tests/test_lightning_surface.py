@@ -228,19 +228,6 @@ class EndsItself(Images):
         EndsWithOthers.on_train_end(None, self.trainer, self)  # pyright: ignore[reportArgumentType]
 
 
-class EndsWithout(Images):
-    def on_train_end(self):
-        del self.net
-
-
-def test_a_layer_that_is_removed_at_the_end_stays_in_the_last_checkpoint(forks):
-    task = "task._target_=tests.test_lightning_surface.EndsWithout"
-    forks.train(*COMMAND, "run.name=without", task, "trainer.test_at_end=false")
-    assert state.load_full_state_dict(
-        forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004"
-    )
-
-
 @pytest.mark.parametrize("every", ["4", "null"])
 @pytest.mark.parametrize(
     "ends",

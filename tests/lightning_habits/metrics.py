@@ -175,19 +175,6 @@ class LogsEverywhere(Regressor):
         self.log("val_start", 1.0)
 
 
-class LogsNamesByData(Regressor):
-    """A value per class that occurs in the batch: names and their order differ between ranks."""
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        kinds = x[:, :3].argmax(1)
-        epoch = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        for kind in dict.fromkeys(kinds.tolist()):
-            own = x[kinds == kind]
-            self.log(f"kind/{kind}", own.mean(), batch_size=len(own), **epoch)
-        return super().training_step(batch, batch_idx)
-
-
 class MetricUpdatedByData(Regressor):
     """A metric object that some ranks update, computed by hand at the end of the epoch."""
 
@@ -279,7 +266,6 @@ HABITS = [
     fsdp(CollectsTrainOutputs),
     fsdp(Tracked, resume=SAVED),
     ddp(LogsEverywhere),
-    ddp(LogsNamesByData),
     fsdp(MetricUpdatedByData, twice=True),
     fsdp(GradNorms),
     fsdp(GathersInValidation, sample=True),

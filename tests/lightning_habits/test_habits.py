@@ -33,7 +33,7 @@ def test_a_resume_is_exact(runs, habit):
 def test_two_ranks_agree_with_one_process(runs, habit):
     run, one_process = runs.straight(habit, habit.layout), runs.straight(habit, "single")
     found = differences(run, one_process, apart=habit.apart)
-    if found and habit.layout == "ddp2":  # what is rounding is gone in float64
+    if found:  # what is rounding is gone in float64
         precise = [runs.straight(habit, each, "64-true") for each in (habit.layout, "single")]
         found = differences(*precise, apart=habit.apart)
     assert not found, found

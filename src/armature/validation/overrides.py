@@ -58,7 +58,8 @@ def apply(
         # keys of a loader are of a plain LightningDataModule
         elif not (changes or of_callback) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
             add = f" To add it, type +{override}." if of_callback and changes else ""
-            problems.append(f"{override}: the run's configuration has no key '{key}'.{add}")
+            what = f"{override}: the run's configuration has no key"
+            problems.append(f"{what} '{parsed.key_or_group}'.{add}")
     if problems:
         raise ConfigError(problems)
     nodes = {
