@@ -54,8 +54,7 @@ class RestoreProgress(RunHooks, Callback):
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
         self._within_epoch = False  # the resume is, or at its end with hooks that are due
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
         if stage == "fit":
             self._built = {"schedules": [], "callbacks": _states(trainer)}
@@ -165,8 +164,7 @@ class RestoreProgress(RunHooks, Callback):
         ):
             loop.owes_epoch_end = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         step = completed_batches(trainer)
         if not step:
             return
@@ -220,12 +218,10 @@ class RestoreProgress(RunHooks, Callback):
             device=trainer.strategy.root_device,
         )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
         self._random = epoch_start.random_state(trainer)
 
 
