@@ -71,7 +71,7 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
+    before_loading: Callable[[dict[str, Any]], None] = staticmethod(lambda checkpoint: None)
     loads_optimizers_last: bool = False
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -239,8 +239,7 @@ class CheckpointMixin(LayoutMixin):
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
         plain.remake(self.module, checkpoint)
-        for function in self.before_loading:
-            function(checkpoint)
+        self.before_loading(checkpoint)
         return checkpoint
 
     def _read_checkpoint(self, path: Path) -> dict[str, Any]:
