@@ -26,14 +26,12 @@ CONNECTORS = "lightning.pytorch.trainer.connectors.logger_connector"
 EPOCH = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
 FIT = f"{LOOPS}.fit_loop:_FitLoop"
 EVALUATION = f"{LOOPS}.evaluation_loop:_EvaluationLoop"
-AUTOMATIC = f"{LOOPS}.optimization.automatic:_AutomaticOptimization"
 LOGGING = f"{CONNECTORS}.logger_connector:_LoggerConnector"
 RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
 CALLBACKS = "lightning.pytorch.callbacks"
-STOCK = f"{CALLBACKS}.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
@@ -115,7 +113,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         for name in restore_progress.OF_MODEL_CHECKPOINT
     ),
     (EPOCH, "batch_progress", None, "training/loops.py"),
-    (EPOCH, "automatic_optimization", None, "training/loops.py"),
     (EPOCH, "val_loop", None, "training/loops.py"),
     (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_LAST", None, "training/loops.py"),
     (
@@ -124,37 +121,21 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         None,
         "training/loops.py",
     ),
-    (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs"), "training/fit_loop.py"),
-    (FIT, "setup_data", ("self",), "training/fit_loop.py"),
-    (FIT, "_iteration_based_training", ("self",), "training/fit_loop.py"),
-    (FIT, "on_advance_start", ("self",), "training/fit_loop.py"),
-    (FIT, "on_advance_end", ("self",), "training/fit_loop.py"),
-    (FIT, "epoch_loop", None, "training/fit_loop.py"),
-    (FIT, "epoch_progress", None, "training/fit_loop.py"),
+    (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs"), "training/loops.py"),
+    (FIT, "setup_data", ("self",), "training/loops.py"),
+    (FIT, "_iteration_based_training", ("self",), "training/loops.py"),
+    (FIT, "on_advance_start", ("self",), "training/loops.py"),
+    (FIT, "on_advance_end", ("self",), "training/loops.py"),
+    (FIT, "epoch_loop", None, "training/loops.py"),
+    (FIT, "epoch_progress", None, "training/loops.py"),
     (FIT, "_data_fetcher", None, "training/loops.py"),
-    (FIT, "_restart_stage", None, "training/fit_loop.py"),
-    (FIT, "_last_train_dl_reload_epoch", None, "training/fit_loop.py"),
-    (f"{LOOPS}.fit_loop:RestartStage", "RESTARTED_MID_EPOCH", None, "training/fit_loop.py"),
-    (f"{LOOPS}.loop:_Loop", "_restarting", None, "training/fit_loop.py"),
+    (FIT, "_restart_stage", None, "training/loops.py"),
+    (FIT, "_last_train_dl_reload_epoch", None, "training/loops.py"),
+    (f"{LOOPS}.fit_loop:RestartStage", "RESTARTED_MID_EPOCH", None, "training/loops.py"),
+    (f"{LOOPS}.loop:_Loop", "_restarting", None, "training/loops.py"),
     (f"{LOOPS}.loop:_Loop", "restarting", None, "training/loops.py"),
     (EVALUATION, "_has_run", None, "training/loops.py"),
-    (EVALUATION, "batch_progress", None, "training/loops.py"),
     (EVALUATION, "run", None, "training/loops.py"),
-    (f"{LOOPS}.fetchers:_DataFetcher", "done", None, "training/loops.py"),
-    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch", None, "training/loops.py"),
-    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch_idx", None, "training/loops.py"),
-    (
-        f"{LOOPS}.optimization.automatic:Closure",
-        "__init__",
-        ("self", "step_fn", "backward_fn", "zero_grad_fn"),
-        "training/loops.py",
-    ),
-    (
-        f"{LOOPS}.optimization.manual:_ManualOptimization",
-        "run",
-        ("self", "kwargs"),
-        "training/loops.py",
-    ),
     # ---------------------------------------------------------------- Lightning: hooks
     (
         CALL,
@@ -182,12 +163,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
-        "_restore_modules_and_callbacks",
-        ("self", "checkpoint_path", "weights_only"),
-        "training/epoch_start.py",
-    ),
-    (
-        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         "restore_optimizers_and_schedulers",
         ("self",),
         "training/epoch_start.py",
@@ -198,12 +173,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
     (SIGNALS, "register_signal_handlers", ("self",), "training/trainer.py"),
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
-    (
-        f"{CONNECTORS}.result:_ResultMetric",
-        "__init__",
-        ("self", "metadata", "is_tensor"),
-        "training/epoch_metrics.py",
-    ),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
@@ -258,7 +227,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "parallel/scaler.py",
     ),
     (SCALER, "_per_optimizer_states", None, "parallel/scaler.py"),
-    ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
     ("torch.distributed.distributed_c10d", "_get_default_store", (), "parallel/process_group.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),

@@ -85,12 +85,12 @@ def open_run(
     apply_overrides(cfg, overrides or [], run_dir=run_path, calls_callbacks=calls_callbacks)
     typed_keys = [each.partition("=")[0].lstrip("+") for each in overrides or [] if each[0] != "~"]
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
-    typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
     if wrong := values.wrong_of(typed_keys, OmegaConf.to_container(cfg)):  # pyright: ignore[reportArgumentType]
         raise ConfigError([*wrong.values()])
     targets.check(cfg, overrides=overrides or [], packages=packages)
-    if typed and pretrained.named_by(cfg) is not None:
+    names_base = pretrained.KEY in typed_keys and pretrained.named_by(cfg) is not None
+    if names_base:
         pretrained.locate(cfg)
     else:
         pretrained.relocate(cfg, run_path)
@@ -116,7 +116,7 @@ def open_run(
         raise ConfigError(
             f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet."
         )
-    if typed and pretrained.named_by(cfg) is not None and base.recorded(checkpoint) is None:
+    if names_base and base.recorded(checkpoint) is None:
         log.warning(
             "%s=%s: %s holds all weights of the model, so none is read from that folder.",
             pretrained.KEY,
@@ -264,13 +264,14 @@ def task_and_weights(
             task = build_task(cfg, **given)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
-    takes_average = _measures_average(cfg) if averaged is None else averaged
+    if averaged is None:  # callbacks=ema, unless its `evaluate` is false
+        averaged = any(node.get("evaluate", True) for node in config.averages(cfg))
 
     def read() -> dict[str, Any]:
         if any(p.is_meta for p in task.parameters()):
             # not to_empty, which empties computed buffers
             initialization.materialize(task, device=torch.device("cpu"))
-        return {} if checkpoint is None else _read(task, checkpoint, folder, takes_average)
+        return {} if checkpoint is None else _read(task, checkpoint, folder, averaged)
 
     return task, read
 
@@ -354,13 +355,6 @@ def load_task(
             "__init__ or configure_model."
         ) from None
     return task.eval()
-
-
-def _measures_average(cfg: DictConfig) -> bool:
-    """Return whether validation and test take the averaged weights: callbacks=ema, unless its
-    `evaluate` is false.
-    """
-    return any(node.get("evaluate", True) for node in config.averages(cfg))
 
 
 def weights_note(task: L.LightningModule) -> str:

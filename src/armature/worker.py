@@ -51,7 +51,7 @@ from armature.training.not_finite import NotFiniteGuard
 from armature.training.restore_progress import RestoreProgress
 from armature.training.run_hooks import RunHooks
 from armature.training.same_everywhere import SameEverywhere
-from armature.training.samples import Samples, can_sample, preview_of
+from armature.training.samples import Samples, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
@@ -81,7 +81,6 @@ class Run:
     stop: StopOnSignal
     display: Display
     limits: Limits
-    errors: RecordError
     samples: Samples
 
 
@@ -117,17 +116,17 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     fed, batches, checkpoint = _build_feed(cfg, layout)
     log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
     watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
-    sizes = {
-        "samples_per_epoch": fed.train_size, "global_batch_size": fed.global_batch_size
-    }  # fmt: skip
-    limits = Limits.of(cfg, **sizes)
     task, strategy, checkpoint = _build_task(cfg, checkpoint)
     step = None if checkpoint is None else checkpoint_directory.saved_step(checkpoint)
-    if step is not None:
-        limits = limits.reached(step, **sizes)
+    limits = Limits.of(
+        cfg,
+        samples_per_epoch=fed.train_size,
+        global_batch_size=fed.global_batch_size,
+        step=step or 0,
+    )
 
     csv, guard = MetricsCSV(directory), NotFiniteGuard(cfg.trainer.on_nan, directory)
-    same = SameEverywhere()
+    same, samples = SameEverywhere(), Samples(cfg, planned_steps=limits.global_batches)
     step_log = StepLog(
         csv, fed, every_n_steps=cfg.trainer.log_every_n_steps, rows_read=guard.rows_read
     )
@@ -146,9 +145,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         if has_bar
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
-    errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
     callbacks = [
-        errors,  # first: it records what any other raises
+        RecordError(cfg),  # first: it records what any other raises
         CheckCallbacks(cfg, task.automatic_optimization, batches.accumulate),
         watchdog,
         fed,
@@ -180,7 +178,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     return Run(
         cfg=cfg, feed=fed, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
         guard=guard, checkpointing=checkpointing, stop=stop, display=display, limits=limits,
-        errors=errors, samples=samples,
+        samples=samples,
     )  # fmt: skip
 
 
@@ -311,9 +309,10 @@ def fit_and_test(run: Run) -> None:
             raise
         raise refused from error
     step_log.csv.flush()
-    preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
-    if preview is not None:
-        StrategyMixin.of(trainer).return_to_device()
+    strategy = StrategyMixin.of(trainer)
+    shows = reason == "finished" and strategy.can_generate
+    if (preview := preview_of(run.task) if shows else None) is not None:
+        strategy.return_to_device()
     seconds, shown = time.monotonic() - started, preview and preview()
     report.finish(run, reason=reason, metrics=metrics, seconds=seconds, preview=shown)
 
@@ -409,7 +408,7 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    _init_group(cfg, later=60)
+    _init_group(cfg)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             cfg = _run_joined(cfg, overrides)
@@ -437,17 +436,15 @@ def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
-    """Join the process group, in which a collective fails after launch.hang_timeout.
-
-    Args:
-        later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
+def _init_group(cfg: DictConfig) -> None:
+    """Join the process group, in which a collective fails a minute after launch.hang_timeout: a
+    parent, or the ranks' own watch, can name the rank that hangs before.
     """
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
         accelerator=cfg.trainer.accelerator,
-        timeout=timedelta(seconds=seconds + later) if seconds is not None else None,
+        timeout=timedelta(seconds=seconds + 60) if seconds is not None else None,
         offloads=bool(OmegaConf.select(cfg, "strategy.cpu_offload")),
     )
 
@@ -458,18 +455,16 @@ def main() -> None:
     cfg = run_dir.read(directory)
     resize.apply(cfg, environment.resized_settings())
     rank = environment.rank()
-    log_file = os.open(
-        directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    )
+    log_file = (directory / "logs" / f"rank_{rank:04d}.log").open("a")
     # requested if a rank hangs
     faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)
     if rank:  # rank 0 prints; the others write to their log
-        os.dup2(log_file, sys.stdout.fileno())
-        os.dup2(log_file, sys.stderr.fileno())
+        os.dup2(log_file.fileno(), sys.stdout.fileno())
+        os.dup2(log_file.fileno(), sys.stderr.fileno())
     get_error_handler().initialize()
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
-        _init_group(cfg, later=60)
+        _init_group(cfg)
         agree(cfg)
         # on one machine, the parent holds the lock
         with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
@@ -477,8 +472,8 @@ def main() -> None:
     except Exception as error:
         record(error)
         # the disk may be full
-        with suppress(OSError), (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
-            traceback.print_exc(file=file)
+        with suppress(OSError), log_file:
+            traceback.print_exc(file=log_file)
         os._exit(1)  # no collective that never completes may keep the process
     process_group.destroy()
     leave()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from armature.strategies.base import StrategyMixin
@@ -77,7 +78,7 @@ class EMA(L.Callback):
         local = self._strategy.local
         weights = [local(self._weights[name]).float() for name in self.average]
         averages = [local(average) for average in self.average.values()]
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        get_ema_multi_avg_fn(decay)(averages, weights, None)
 
     @override
     @torch.no_grad()

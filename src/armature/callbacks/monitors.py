@@ -68,8 +68,7 @@ class Monitors(L.Callback):
         step_log = StepLog.of(trainer)
         assert step_log.wait is not None  # the step log is an earlier callback
         self._log, self._process = step_log, psutil.Process()
-        if self not in step_log.monitors:
-            step_log.monitors.append(self)
+        step_log.monitors.append(self)
         if self.phases:
             self._phases = Phases(step_log.wait)
         if self.mfu:
@@ -95,16 +94,11 @@ class Monitors(L.Callback):
             self._phases.mark()
 
     @override
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
         if self._phases is not None:
             self._phases.mark()
 
-    @override
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._phases is not None:
-            self._phases.mark()
+    on_after_backward = on_before_backward
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:

@@ -22,18 +22,14 @@ class Prune(Callback):
         self.monitor = monitor
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit":
             return
         value = trainer.callback_metrics.get(self.monitor)
         hopeless = False
         if trainer.is_global_zero and value is not None:
-            hopeless = self._ask(
-                completed_batches(trainer), float(value), Path(trainer.default_root_dir)
-            )
+            from armature.sweeps import search
+
+            folder, step = Path(trainer.default_root_dir), completed_batches(trainer)
+            hopeless = search.is_hopeless(folder, step, float(value))
         if trainer.strategy.reduce_boolean_decision(hopeless, all=False):
             trainer.should_stop = True
-
-    def _ask(self, step: int, value: float, folder: Path) -> bool:
-        from armature.sweeps import search
-
-        return search.is_hopeless(folder, step, value)

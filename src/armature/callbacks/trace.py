@@ -76,7 +76,9 @@ class Trace(Callback):
             self._record = {
                 "step": step,
                 "generators": user_state.generators(trainer),
-                "weights": _statistics(_named_weights(pl_module)),
+                "weights": _statistics(
+                    dict(pl_module.named_parameters()) | dict(pl_module.named_buffers())
+                ),
                 "pieces": [],
                 "modules": {},
                 "gradients": {},
@@ -183,10 +185,6 @@ def _statistics(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def _added(one: list[float] | None, others: Iterator[list[float]]) -> list[float]:
     columns = zip(one or (0, 0.0, 0.0), *others, strict=True)
     return [sum(column) for column in columns]
-
-
-def _named_weights(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _random_state() -> bytes:

@@ -174,13 +174,10 @@ class _Reader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         # of all files' headers: once, however many parts are read one after another
         if self._metadata is None:
-            self._metadata = self._read_headers()
+            listed = self.fs.ls
+            try:
+                self.fs.ls = lambda path: [file for file in listed(path) if file in self._wanted]
+                self._metadata = super().read_metadata()
+            finally:
+                self.fs.ls = listed
         return self._metadata
-
-    def _read_headers(self) -> Metadata:
-        listed = self.fs.ls
-        try:
-            self.fs.ls = lambda path: [file for file in listed(path) if file in self._wanted]
-            return super().read_metadata()
-        finally:
-            self.fs.ls = listed

@@ -222,7 +222,7 @@ def problems(cfg: DictConfig) -> list[str]:
     path, start = to_path(cfg.resume), f"resume={cfg.resume}:"
     if not path.exists():
         return [f"{start} no such path (and not one of {', '.join(MODES)})."]
-    if path.is_file() and directory.is_named_as_file(path):  # Lightning's: its weights are taken
+    if directory.is_file(path):  # Lightning's: its weights are taken
         return []
     if path.is_file():
         remedy = (

@@ -230,9 +230,9 @@ def _check_names(source: Path, missing: Iterable[str], surplus: Iterable[str]) -
         )
 
 
-def _few(names: Sequence[str], *, limit: int = 5) -> str:
-    shown = ", ".join(names[:limit]) or "nothing"
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) or "nothing"
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _weight_names(saved: Iterable[str]) -> set[str]:

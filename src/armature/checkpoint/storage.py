@@ -47,7 +47,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, _REFUSED):
+        if isinstance(cause, ConfigError | pickle.UnpicklingError | EOFError):
             raise cause from error
         raise OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
 
@@ -239,7 +239,6 @@ def refusing(name: str) -> Iterator[None]:
         ) from None
 
 
-_REFUSED = (ConfigError, pickle.UnpicklingError, EOFError)
 _DAMAGES = (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError,
             AttributeError)  # fmt: skip
 _kept: dict[Path, Metadata] = {}

@@ -100,7 +100,11 @@ class CheckpointWriter:
         with storage.expect_single_process(), storage.one_line_errors():
             if self.background:
                 stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
-                tensors = {name: _copy_if_missed(value) for name, value in tensors.items()}
+                # torch's stager keeps 0-dim DTensors as they are
+                tensors = {
+                    n: v.detach().clone() if isinstance(v, DTensor) and v.ndim == 0 else v
+                    for n, v in tensors.items()
+                }
                 self._pending = dcp.async_save(tensors, async_stager=stager, **options)  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 dcp.save(tensors, **options)
@@ -163,11 +167,6 @@ def _create(part: Path, meta: dict[str, Any]) -> None:
 
 def _are_on_gpu(tensors: dict[str, Any]) -> bool:
     return any(getattr(value, "is_cuda", False) for value in tensors.values())
-
-
-def _copy_if_missed(value: Any) -> Any:
-    """Return a copy of a 0-dim DTensor, which torch's stager keeps as it is."""
-    return value.detach().clone() if isinstance(value, DTensor) and value.ndim == 0 else value
 
 
 class _SavePlanner(DefaultSavePlanner):

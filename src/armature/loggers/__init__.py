@@ -3,7 +3,7 @@
 import functools
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,9 @@ class Guarded:
             self._in_a_row = 0
 
 
-def _guarding(name: str) -> Callable[..., None]:
-    def method(self: Guarded, *args: Any, **kwargs: Any) -> None:
-        self._call(name, *args, **kwargs)
-
-    return method
-
-
 for _name in CALLED:
     if _name not in vars(Guarded):
-        setattr(Guarded, _name, _guarding(_name))
+        setattr(Guarded, _name, functools.partialmethod(Guarded._call, _name))
 
 
 @functools.cache

@@ -82,6 +82,15 @@ def own_draws(place: int) -> Iterator[None]:
             torch.cuda.set_rng_state(before[1])
 
 
+def of_this_rank(saved: dict[str, Any] | None, layout: str) -> dict[str, Any] | None:
+    """Return this rank's random state among those that all ranks have saved, or None: under another
+    layout ranks draw other numbers anyway.
+    """
+    if saved is None or saved["layout"] != layout or len(saved["ranks"]) != process_group.ranks():
+        return None
+    return saved["ranks"][process_group.rank()]
+
+
 class RankRandomState:
     """A random state of this rank that is held until `restore`: what is drawn until then has no
     later effect.
@@ -113,17 +122,8 @@ class RankRandomState:
     def load(
         self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int
     ) -> None:
-        """Hold this rank's state from a checkpoint, if it has any.
-
-        Under another layout ranks draw different numbers anyway. They then begin new streams at the
-        checkpoint's step.
-        """
-        if (
-            saved is not None
-            and saved["layout"] == layout
-            and len(saved["ranks"]) == process_group.ranks()
-        ):
-            self._held = saved["ranks"][process_group.rank()]
-        else:
+        """Hold this rank's state from a checkpoint, or else begin a new stream at its step."""
+        self._held = of_this_rank(saved, layout)
+        if self._held is None:
             begin(seed=seed, stream=stream, step=step)
             self.hold()

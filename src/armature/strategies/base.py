@@ -148,6 +148,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if self.world_size > 1:
             metric_objects.combine_from(self.sample_ranks, self.module)
         super().setup(trainer)
+        fits, names = trainer.state.fn == TrainerFn.FITTING, state.parameter_names(self.module)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
             whole = optimizers.is_saved_whole(optimizer) or isinstance(
@@ -157,12 +158,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 optimizers.refuse_parts(optimizer)
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
-        names = state.parameter_names(self.module)
-        for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
-            if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
+            if fits and isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.random_state.begin(seed=self.seed, stream=self.rng_stream)
             # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
             randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
@@ -350,10 +349,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if group in (None, dist.group.WORLD):
-            gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
-            return gathered if self.data_size == self.world_size else gathered[self.sample_ranks]
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        copies = self.data_size < self.world_size and group in (None, dist.group.WORLD)
+        return gathered[self.sample_ranks] if copies else gathered
 
 
 def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -31,10 +31,10 @@ from armature.finetune import base
 from armature.models.adapters import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
+from armature.strategies.gradients import parameters_of
 from armature.strategies.layout import LayoutMixin
 from armature.training.progress import completed_batches
 
-HOOK = "on_load_checkpoint"
 SCHEDULES = "lr_schedulers"
 
 
@@ -71,7 +71,7 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
+    before_loading: Callable[[dict[str, Any]], None] = staticmethod(lambda checkpoint: None)
     loads_optimizers_last: bool = False
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -176,7 +176,11 @@ class CheckpointMixin(LayoutMixin):
     def _optimizer_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizers' state by weight, with gradients that the next step may use."""
         found: dict[str, Any] = {}
-        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
+        # else Lightning sets the gradients of earlier batches to None
+        keeps_gradients = not self.module.automatic_optimization or is_overridden(
+            "optimizer_zero_grad", self.module
+        )
+        if keeps_gradients and state.OPTIMIZER in checkpoint:
             found |= state.pending_gradients(self.module)
         for saved in checkpoint.get(state.OPTIMIZER, ()):
             found |= saved.pop(optimizers.TENSORS, {})
@@ -202,15 +206,6 @@ class CheckpointMixin(LayoutMixin):
             state.RANDOM: {"layout": self.layout, "ranks": [*random]},
             **plain.plain_checkpoint({state.OPTIMIZER: saved}),
         }
-
-    @property
-    def _keeps_gradients(self) -> bool:
-        """Whether the next step may add to the gradients of earlier batches, which Lightning else
-        sets to None.
-        """
-        return not self.module.automatic_optimization or is_overridden(
-            "optimizer_zero_grad", self.module
-        )
 
     def unchanged_base(self) -> set[str]:
         """Return the weights that checkpoints leave out: those that are as they were in the base
@@ -244,8 +239,7 @@ class CheckpointMixin(LayoutMixin):
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
         plain.remake(self.module, checkpoint)
-        for function in self.before_loading:
-            function(checkpoint)
+        self.before_loading(checkpoint)
         return checkpoint
 
     def _read_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -254,7 +248,14 @@ class CheckpointMixin(LayoutMixin):
         if directory.is_file(path):
             return lightning_file.read(path)
         storage.keep_metadata(path)
-        meta = self.load_random_state(plain.restored(storage.read_meta(path)))
+        meta = plain.restored(storage.read_meta(path))
+        self.random_state.load(
+            meta.pop(state.RANDOM, None),
+            layout=self.layout,
+            seed=self.seed,
+            stream=self.rng_stream,
+            step=meta.get("global_step", 0),
+        )
         meta.setdefault(state.OPTIMIZER, [])
         state.resize_buffers(path, self.module)
         if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
@@ -268,24 +269,8 @@ class CheckpointMixin(LayoutMixin):
 
     @property
     def _hooks_change_weights(self) -> bool:
-        module, callbacks = self.module, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return is_overridden(HOOK, module) or any(
-            is_overridden(HOOK, callback) for callback in callbacks
-        )
-
-    def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Move the random states out of a loaded checkpoint into `random_state`, and return the
-        rest.
-        """
-        saved, step = meta.pop(state.RANDOM, None), meta.get("global_step", 0)
-        self.random_state.load(
-            saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step
-        )
-        return meta
-
-    @property
-    def _source(self) -> Path:
-        return self._loading or Path("the .ckpt file")
+        owners = (self.module, *self.module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        return any(is_overridden("on_load_checkpoint", owner) for owner in owners)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -294,7 +279,7 @@ class CheckpointMixin(LayoutMixin):
         # users' `on_fit_start` may make modules and buffers, before the second load
         strict = strict and not (fits and self.loads_optimizers_last)
         state.place_weights(
-            self._source,
+            self._loading or Path("the .ckpt file"),
             self.module,
             weights,
             strict=strict,
@@ -346,24 +331,21 @@ class CheckpointMixin(LayoutMixin):
 
         Adapters that the checkpoint does not have begin anew.
         """
-        if not directory.is_file(path):
+        if directory.is_file(path):
+            checkpoint = lightning_file.read(path)
+            plain.remake(self.module, checkpoint)
+            self.module.on_load_checkpoint(checkpoint)
+            weights, strict = checkpoint["state_dict"], self.module.strict_loading
+        else:
             state.resize_buffers(path, self.module)
-            weights = state.read_weights(path, self.module, in_place=True)
-            state.place_weights(path, self.module, weights, may_lack=self._may_lack)
-            return
-        checkpoint = lightning_file.read(path)
-        plain.remake(self.module, checkpoint)
-        self.module.on_load_checkpoint(checkpoint)
+            weights, strict = state.read_weights(path, self.module, in_place=True), True
         state.place_weights(
             path,
             self.module,
-            checkpoint["state_dict"],
-            strict=self.module.strict_loading,
-            may_lack=self._may_lack,
+            weights,
+            strict=strict,
+            may_lack=lambda name: is_adapter(name) or name in self.from_base,
         )
-
-    def _may_lack(self, name: str) -> bool:
-        return is_adapter(name) or name in self.from_base
 
 
 def _parts_of(
@@ -391,7 +373,7 @@ def _stepped(optimizer: Optimizer) -> set[Tensor]:
     """Return the parameters that an optimizer may have changed: all of its own, if state does not
     tell which.
     """
-    own = {param for group in optimizer.param_groups for param in group["params"]}
+    own = {*parameters_of(optimizer)}
     # SGD without momentum has none
     tells = bool(optimizer.state) and not optimizers.is_saved_whole(optimizer)
     return {param for param in own if param in optimizer.state} if tells else own

@@ -335,12 +335,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def read_weights(self, path: Path) -> dict[str, Any]:
         # whole: the engine has its own names for parts
-        return state.load_full_state_dict(path) | self._others(path)
-
-    @staticmethod
-    def _others(path: Path) -> dict[str, Any]:
-        """Return what modules keep beside tensors."""
-        return plain.restored(storage.read_meta(path).get(state.OTHER, {}))
+        return state.read_whole(path)["state_dict"]
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -353,18 +348,16 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         path, self._loading = self._loading, None
         saved = storage.read_metadata(path).state_dict_metadata
         changed = checkpoint.get("state_dict")  # by hooks
-        others = self._others(path) if changed is None else {}
+        others = storage.read_meta(path).get(state.OTHER, {}) if changed is None else {}
+        others = plain.restored(others)  # what modules keep beside tensors
         held = saved | others if changed is None else changed
         if strict:
             state.check_names(path, held, list(self.module.state_dict()), may_lack=self.from_base)
 
         def whole(names: list[str]) -> dict[str, Any]:
-            read = state.load_tensors(
-                path, [name for name in names if changed is None or name not in changed], saved
-            )
-            return read | {
-                name: changed[name] for name in names if changed is not None and name in changed
-            }
+            given = changed or {}
+            read = state.load_tensors(path, [name for name in names if name not in given], saved)
+            return read | {name: given[name] for name in names if name in given}
 
         fitting = bool(self._groups and checkpoint[state.OPTIMIZER])
         shaped = self._create_state(path, saved) if fitting else []

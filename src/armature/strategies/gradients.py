@@ -71,7 +71,6 @@ class GradientMixin(LayoutMixin):
     target_weights: TargetWeights
     steps_made: Counter[Any]
     _trainer: L.Trainer
-    _data_ranks: int
     _weighs_targets: bool
     # training_step returned None, after which Lightning clips but the scaler makes no step
     _skips_step: bool = False
@@ -87,7 +86,7 @@ class GradientMixin(LayoutMixin):
             plugin.scaler = SharedScaler.replacing(
                 plugin.scaler, device=self.root_device, ranks=self.world_size
             )
-        self._trainer, self._data_ranks = trainer, self.data_size
+        self._trainer = trainer
         self._reduced = (
             [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
         )
@@ -177,7 +176,7 @@ class GradientMixin(LayoutMixin):
             self.reduce_changed(changed)
         weights = self.target_weights
         if self._weighs_targets and (
-            self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1
+            self.data_size > 1 or self._trainer.accumulate_grad_batches > 1
         ):
             first = (
                 self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches

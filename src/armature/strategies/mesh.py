@@ -33,9 +33,45 @@ from armature.parallel import (
 from armature.parallel.context import Positions
 from armature.parallel.split import Schedule
 from armature.strategies.base import StrategyMixin, models_of, move_others
-from armature.strategies.mesh_remedies import REMEDIES
 
 log = logging.getLogger(__name__)
+
+WHOLE = "within `with armature.whole_weights(self):` weights are ordinary tensors"
+FEWER = (
+    "type a larger strategy.min_num_params, below which weights stay whole on every rank, or "
+    "strategy=ddp."
+)
+# what to type after errors of torch's about sharded weights, by words of its message
+REMEDIES = {
+    sharded.MIXED:
+        "A sharded weight was used outside of the forward of its block or large layer. Call that "
+        f"module; or read and change the weight in a hook: {WHOLE}. For a loss, {FEWER}",
+    "Sharding propagation failed":
+        f"torch cannot compute this with sharded weights or gradients. In a hook, {WHOLE}. If an "
+        f"optimizer's step failed, take another one; or {FEWER}",
+    "as_strided not supported with DTensor":
+        "torch cannot reach these elements of a sharded weight (fill_diagonal_ and the like). In a "
+        f"hook, {WHOLE}; or {FEWER}",
+    ".numpy() is not supported for tensor subclasses":
+        f"A sharded weight has no NumPy array. On all ranks, {WHOLE}; write the file on rank 0.",
+    "Attempted to access the data pointer on an invalid python storage":
+        "A sharded weight cannot be written to a file (safetensors, save_pretrained). On all "
+        f"ranks, {WHOLE}; write the file on rank 0.",
+    "FSDP does not support deepcopy":
+        "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or "
+        f"{FEWER}",
+    "Can't pickle <class 'torch.distributed.fsdp":
+        "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a "
+        "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
+        f"armature.load; or {FEWER}",
+    "storage of size 0":
+        "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the "
+        f"first one: {FEWER}",
+    "appears to not have been used in the graph":
+        "A unit's forward computes with gathered copies of its weights, of which "
+        "torch.autograd.grad knows nothing. Call self.manual_backward(loss), which gives each "
+        f"weight its .grad; or {FEWER}",
+}  # fmt: skip
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
@@ -138,7 +174,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.averaged: gradients.AveragedGradients | None = None
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
-        self._models: Sequence[tuple[str, nn.Module]] = ()
         self._run_contexts = ExitStack()
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -225,7 +260,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # bf16-true: weights that are created from here on have this type
         self.precision_plugin.convert_module(module)
         sharded.guard()
-        self._models = models = models_of(module)
+        models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         plans = {name: apply.plan_of(model) for name, model in models}
         if options.expert > 1 and not any(
@@ -242,6 +277,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             name: {**vars(param)} for name, param in module.named_parameters(remove_duplicate=False)
         }
         for name, model in models:
+            own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
+            loaded = {each for each in own if not self.is_drawn(f"{name}.{each}")}
             applied = apply.parallelize(
                 model,
                 plans[name],
@@ -249,7 +286,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 options,
                 device=self.root_device,
                 prefix=f"{name}.",
-                imported=self.imported[name] | self._names_to_load(name, model),
+                imported=self.imported[name] | loaded,
                 positions=self.positions,
                 expert_ranks=self.expert_ranks,
                 listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
@@ -258,7 +295,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 applied.runner.loss_scale = self.loss_scale
             self.applied.append(applied)
             whole_weights.accept(model)
-        self._carry_attributes(attributes)
+        # sharded weights take over attributes, such as `_no_weight_decay` (S4, Mamba)
+        for name, param in module.named_parameters(remove_duplicate=False):
+            vars(param).update({**attributes.get(name, {}), **vars(param)})
         if self.sizes["pipe"] > 1:
             for _, model in models:
                 sharded.refuse_pickled_states(model)
@@ -267,24 +306,12 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         )
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
-    def _names_to_load(self, name: str, model: nn.Module) -> set[str]:
-        """Return the names of a model's weights that come from the checkpoint."""
-        own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
-        return {each for each in own if not self.is_drawn(f"{name}.{each}")}
-
     @override
     def replicated_weights(self) -> dict[str, nn.Parameter]:
         if self.sizes["pipe"] > 1:
             return {}
         named = self.module.named_parameters()
         return {name: param for name, param in named if not isinstance(param, DTensor)}
-
-    def _carry_attributes(self, attributes: dict[str, dict[str, Any]]) -> None:
-        """Give sharded weights the attributes of those whose place they took, such as
-        `_no_weight_decay` (S4, Mamba).
-        """
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            vars(param).update({**attributes.get(name, {}), **vars(param)})
 
     def _replicate_others(
         self, module: L.LightningModule, sharded: set[torch.nn.Parameter]

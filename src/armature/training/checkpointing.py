@@ -220,10 +220,9 @@ class Checkpointing(RunHooks, Checkpoint):
             self._failed(trainer, self._saved_step, error, final=True)
 
     def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+        self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
-            assert isinstance(trainer, OurTrainer)
             due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             try:
@@ -243,8 +242,6 @@ class Checkpointing(RunHooks, Checkpoint):
             return False
         step = completed_batches(trainer)
         due = time.monotonic() - self._saved_at > 60 * minutes
-        if process_group.ranks() == 1:
-            return due and step % VOTE_STEPS == 0
         # a step before it is read, so that no rank waits for the others
         if step % VOTE_STEPS == VOTE_STEPS - 1:
             self._time_vote(due)

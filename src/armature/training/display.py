@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -153,31 +153,23 @@ class Bar(Display, ProgressBar):
         self._known = {**trainer.callback_metrics}
         self._printed = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._printed = time.monotonic()
-
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        self._show_evaluation("validation", batch_idx, trainer.num_val_batches, dataloader_idx)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any,
-        batch_idx: int, dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._show_evaluation("test", batch_idx, trainer.num_test_batches, dataloader_idx)
-
-    def _show_evaluation(
-        self, what: str, batch_idx: int, counts: Sequence[float], loader: int
-    ) -> None:
         """Show how far an evaluation is that takes long: without it a run seems to hang after its
         last step.
         """
         if self._is_due():
-            known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
-            which = f" of loader {loader}" if len(counts) > 1 else ""
+            what, counts = "validation", trainer.num_val_batches
+            if trainer.testing:
+                what, counts = "test", trainer.num_test_batches
+            count = counts[dataloader_idx]
+            known = f"/{count}" if math.isfinite(count) else ""
+            which = f" of loader {dataloader_idx}" if len(counts) > 1 else ""
             self._show(f"{what} batch {batch_idx + 1}{known}{which}")
+
+    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection, MetricTracker
@@ -113,7 +114,7 @@ def collect(results: Results) -> Facts:
             "sync": metric.meta.sync.should,
             "rank_zero_only": metric.meta.sync.rank_zero_only,
             "newest": _to_device(metric._forward_cache, _CPU),
-            "state": _to_cpu(metric.metric_state) if metric.is_tensor else None,
+            "state": _to_device(metric.metric_state, _CPU) if metric.is_tensor else None,
         }
         for key, metric in results.items()
         if not metric.has_reset
@@ -167,7 +168,7 @@ def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -
         name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)
     }
     return {
-        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count}
+        name: {"state": _to_device(_state_of(metric), _CPU), "updates": metric.update_count}
         for name, metric in metrics.items()
     }
 
@@ -331,11 +332,6 @@ def _one_per_data_rank(of_ranks: list[Facts], data_ranks: Sequence[int]) -> list
     return [of_ranks[data_ranks.index(place)] for place in sorted(set(data_ranks))]
 
 
-def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _to_device(value, _CPU) for key, value in state.items()}
-
-
 def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().to(device)
-    return [_to_device(item, device) for item in value] if isinstance(value, list) else value
+    """Return a copy of a tensor, or of the tensors in a list or dict."""
+    return apply_to_collection(value, Tensor, lambda each: each.detach().clone().to(device))

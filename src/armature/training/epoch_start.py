@@ -35,13 +35,11 @@ def users_hooks(trainer: Any, *names: str) -> list[tuple[Any, Callable[[], Any]]
             (each, partial(getattr(each, name), trainer, module)) for each in trainer.callbacks
         ]
         hooks.append((module, partial(getattr(module, name))))
-        found += [pair for pair in hooks if _is_users(pair[1].func)]
+        for owner, hook in hooks:
+            module_name = getattr(hook.func, "__module__", "")
+            if not f"{module_name}.".startswith(NOT_USERS):  # these save what they need
+                found.append((owner, hook))
     return found
-
-
-def _is_users(hook: Any) -> bool:
-    # they save what they need
-    return not f"{getattr(hook, '__module__', '')}.".startswith(NOT_USERS)
 
 
 def random_state(trainer: Any) -> dict[str, Any] | None:
@@ -70,7 +68,10 @@ def repeat(trainer: Any, drawn_from: dict[str, Any] | None) -> None:
 def load_again(trainer: Any) -> None:
     """Load the checkpoint of a resume once more. Called by all ranks, before the first batch."""
     connector = trainer._checkpoint_connector
-    connector._restore_modules_and_callbacks(trainer.ckpt_path)
+    connector.resume_start(trainer.ckpt_path)
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector.resume_end()

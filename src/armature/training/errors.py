@@ -59,7 +59,11 @@ class RecordError(L.Callback):
         trainer.failed = not together
         if is_out_of_memory(exception):
             with suppress(Exception):  # an explanation must not hide the error
-                exception.add_note(memory_message(self.cfg, trainer, pl_module))
+                kinds = bytes_by_kind(pl_module, trainer.optimizers, peak=peak_bytes(trainer))
+                evaluates = trainer.evaluating or trainer.predicting
+                exception.add_note(
+                    memory_line(self.cfg, kinds, where=place(trainer), evaluates=evaluates)
+                )
             with suppress(Exception):
                 smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
         if smaller is not None:
@@ -101,17 +105,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
 
 
-def memory_message(cfg: DictConfig, trainer: L.Trainer, module: L.LightningModule) -> str:
-    """Return lines with what this rank held by kind, and the overrides that would help most."""
-    kinds = bytes_by_kind(module, trainer.optimizers, peak=peak_bytes(trainer))
-    evaluates = trainer.evaluating or trainer.predicting
-    return memory_line(cfg, kinds, where=place(trainer), evaluates=evaluates)
-
-
 def memory_line(
     cfg: DictConfig, kinds: Mapping[str, float], *, where: str, evaluates: bool = False
 ) -> str:
-    """Return the message for bytes by kind.
+    """Return what this rank held by kind, and the overrides that would help most.
 
     `evaluates`: it ran out in validation, test or prediction, whose batches have a size of their
     own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,29 +28,28 @@ class Limits:
     epochs: int
 
     @classmethod
-    def of(cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
-        """Return the limits of a configuration. The one that is reached first ends the run."""
+    def of(
+        cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int, step: int = 0
+    ) -> Limits:
+        """Return the limits of a configuration. The one that is reached first ends the run.
+
+        Args:
+            step: at which the run resumes. Lightning refuses to resume beyond its max_epochs.
+        """
         steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
         limits = [] if steps is None else [steps]
         if epochs is not None:
             limits.append(math.ceil(epochs * samples_per_epoch / global_batch_size))
         total = min(limits)
-        return cls(total, epochs or math.ceil(total * global_batch_size / samples_per_epoch))
-
-    def reached(self, step: int, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
-        """Return the limits of a run that resumes at `step`.
-
-        Lightning refuses to resume beyond its max_epochs.
-        """
-        if step <= self.global_batches:
-            return self
-        log.warning(
-            "The run has made %d steps already, and its limits end it at step %d: nothing is left "
-            "to train. Type a "
-            "larger trainer.max_steps or trainer.max_epochs.", step, self.global_batches,
-        )  # fmt: skip
-        begun = math.ceil(step * global_batch_size / samples_per_epoch) + 1
-        return replace(self, epochs=max(self.epochs, begun))
+        epochs = epochs or math.ceil(total * global_batch_size / samples_per_epoch)
+        if step > total:
+            log.warning(
+                "The run has made %d steps already, and its limits end it at step %d: nothing is "
+                "left to train. Type a larger trainer.max_steps or trainer.max_epochs.",
+                step, total,
+            )  # fmt: skip
+            epochs = max(epochs, math.ceil(step * global_batch_size / samples_per_epoch) + 1)
+        return cls(total, epochs)
 
 
 def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:

@@ -1,7 +1,7 @@
-"""Lightning's loop over batches.
+"""Lightning's loops over the batches of an epoch, and over epochs.
 
-This file and `fit_loop.py` are the only places that know its loops' private parts. A training step
-is Lightning's own `advance` and our `on_advance_end`.
+This file alone knows their private parts. A training step is Lightning's own `advance` and our
+`on_advance_end`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from armature.errors import end_of_data
+from armature.errors import ConfigError, end_of_data
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, run_hooks, stopped_validation
 from armature.training.progress import feed_of
@@ -53,7 +54,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.before_validation: stopped_validation.Before | None = None
 
     @override
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: Any) -> None:
         """Train on one micro-batch, by Lightning's own code: move it to the device,
         `on_train_batch_start`, `training_step` and `backward` (with the last micro-batch of a
         global batch also the optimizer's step), schedules, `on_train_batch_end`, what was logged.
@@ -67,7 +68,9 @@ class EpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
         except StopIteration as error:
             # training_step(dataloader_iter) may meet the end of the data
-            takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+            takes_iterator = is_param_in_hook_signature(
+                self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True
+            )
             if progress.current.ready > fetched and not takes_iterator:
                 if progress.current.started == progress.current.ready:
                     raise end_of_data("A hook or training_step") from error
@@ -96,7 +99,7 @@ class EpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: Any) -> None:
         """Save and stop where due, when all hooks of the step have run; then validate, and step the
         schedules that follow a metric.
         """
@@ -156,7 +159,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     # ------------------------------------------------------------ validation
     @override
-    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         trainer, every = self.trainer, self.trainer.val_check_batch
         ended = self.last_batch_is_done
         # None: by the clock. This spares most steps a look at the hooks
@@ -236,3 +239,103 @@ class EpochLoop(_TrainingEpochLoop):
         """Forget that the run was resumed: at the end of a resumed epoch."""
         self.restarting = False
         self.reset_restart_stage()
+
+
+class FitLoop(_FitLoop):
+    """Run the epochs."""
+
+    epoch_loop: EpochLoop
+    owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
+    owes_schedules = False  # it was stopped behind a step whose schedules have not followed
+
+    def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
+        super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
+        self._begun = False
+
+    @property
+    @override
+    def done(self) -> bool:
+        if self.owes_epoch_end:
+            return False
+        return self.epoch_loop.all_global_batches_are_done or super().done
+
+    @override
+    def run(self) -> None:
+        module = self.trainer.lightning_module
+        if module.automatic_optimization and not self.trainer.optimizers:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers returned no optimizer. Return one; "
+                "or, if training_step calls optimizers or none, set self.automatic_optimization = "
+                "False in __init__."
+            )
+        self._count_frequencies_in_global_batches()
+        # a module's configure_optimizers may have done it before, for the number of steps
+        self.setup_data()
+        run_hooks.call(self.trainer, "training_begins")
+        self._begun = False
+        super().run()
+
+    def _count_frequencies_in_global_batches(self) -> None:
+        """Let the `frequency` of a step schedule count global batches if these limit the run, as
+        `max_steps` does.
+
+        Lightning counts micro-batches, so that the learning rate would depend on how a global batch
+        is divided.
+        """
+        trainer = self.trainer
+        limited = self.epoch_loop.max_global_batches is not None
+        for config in trainer.lr_scheduler_configs if limited else ():
+            if config.interval == "step":
+                config.frequency *= trainer.accumulate_grad_batches
+
+    @override
+    def _iteration_based_training(self) -> bool:
+        # not `trainer.max_steps`, which also reports the limit of global batches
+        return self.max_steps != -1
+
+    @override
+    def on_advance_start(self) -> None:
+        first, self._begun = not self._begun, True
+        if first:
+            run_hooks.call(self.trainer, "first_batch_follows")
+        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
+        # the random state
+        StrategyMixin.of(self.trainer).random_state.restore()
+        if first:
+            run_hooks.call(self.trainer, "step_continues")
+            # schedules that follow a metric step after everything that a step saves
+            if self.owes_schedules:
+                self.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+            self.owes_schedules = False
+        super().on_advance_start()
+        agree(self.trainer)
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        agree(self.trainer)
+
+    @override
+    def on_advance_end(self) -> None:
+        self.owes_epoch_end = False
+        super().on_advance_end()
+        agree(self.trainer)
+
+    @override
+    def on_run_end(self) -> None:
+        run_hooks.call(self.trainer, "training_ends")
+        super().on_run_end()
+        run_hooks.call(self.trainer, "training_ended")
+
+    def restore_progress(self, *, epoch: int, started: bool) -> None:
+        """Set the counters of a resumed run: complete epochs, and whether some batches of the next
+        one are done.
+        """
+        progress: Any = self.epoch_progress
+        for count in (progress.total, progress.current):
+            count.ready = count.started = epoch + started
+            count.processed = count.completed = epoch
+        self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
+        # else the schedulers that are due at the end of this epoch would be skipped
+        self._restarting = False
+        self._last_train_dl_reload_epoch = epoch

@@ -7,6 +7,7 @@ such a step has left behind.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -93,8 +94,9 @@ class NotFiniteGuard(L.Callback):
         ranks: Sequence[int],
     ) -> None:
         step, data = row["step"], feed_of(trainer)
-        # the position of the step's first sample
-        samples = _samples(trainer, position=row["samples"] - data.global_batch_size)
+        # from the position of the step's first sample
+        indices = data.indices_of_step(row["samples"] - data.global_batch_size)
+        samples = process_group.all_gather_object([*itertools.chain(*indices)])  # by rank
         own = sorted({sample for rank in ranks for sample in samples[rank]})
         event = {"step": step, "policy": self.policy, "ranks": [*ranks], "samples": samples}
         event |= {name: str(value) for name, value in values.items()}
@@ -118,12 +120,6 @@ class NotFiniteGuard(L.Callback):
             f"command with data.skip_steps={steps} resumes without these samples, with "
             "trainer.on_nan=skip without such updates; trainer.on_nan=ignore trains on."
         )
-
-
-def _samples(trainer: Trainer, *, position: int) -> list[list[int]]:
-    """Return the indices of the samples of the step at a position, by rank."""
-    own = feed_of(trainer).indices_of_step(position)
-    return process_group.all_gather_object([index for indices in own for index in indices])
 
 
 def _events(file: Path) -> list[Any]:

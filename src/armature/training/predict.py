@@ -20,6 +20,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
@@ -120,7 +121,6 @@ class OneOf(WithWeights):
         self, device: torch.device, rank: int, ranks: int, read: Callable[[], dict[str, Any]]
     ) -> None:
         super().__init__(device, read)
-        self._share = {"rank": rank, "num_replicas": ranks}
         self.global_rank = self.local_rank = rank
         self.world_size = ranks
 
@@ -132,7 +132,7 @@ class OneOf(WithWeights):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """What a data module asks for: the rank and the number of ranks on the data axis."""
-        return self._share
+        return {"rank": self.global_rank, "num_replicas": self.world_size}
 
 
 class RowWriter(L.Callback):
@@ -167,9 +167,7 @@ class RowWriter(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        loaders: Any = trainer.predict_dataloaders
-        loaders = [*loaders.values()] if isinstance(loaders, dict) else loaders
-        loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
         if dataloader_idx not in self._samples:
             loader = loaders[dataloader_idx]
             self._samples[dataloader_idx] = [*loader.fed_by], loader.reader.dataset.describe

@@ -22,7 +22,6 @@ from armature.strategies.base import StrategyMixin
 from armature.training.errors import peak_bytes
 from armature.training.not_finite import FILE
 from armature.training.progress import completed_batches, feed_of
-from armature.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from armature.worker import Run
@@ -32,7 +31,6 @@ def start_line(
     cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer
 ) -> str:
     """Return one line about layout, devices, precision and batch sizes."""
-    assert isinstance(trainer, Trainer)
     ranks = trainer.world_size
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     where = (
@@ -41,13 +39,17 @@ def start_line(
     )
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
     strategy = StrategyMixin.of(trainer)
+    count, trained = strategy.parameter_count, strategy.trained_count
+    parameters = f"{count:,} parameters"
+    if trained != count:
+        parameters = f"{trained:,} of {parameters} are trained"
     line = (
         f"{strategy.layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__ if trainer.optimizers else 'no optimizer'} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × "
         f"{batches.accumulate} accumulation × "
-        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
-        f"{_parameters(strategy)} · {cfg.run.dir}"
+        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}"
+        f"{feed_of(trainer).batch_note} · {parameters} · {cfg.run.dir}"
     )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
@@ -58,17 +60,6 @@ def start_line(
         if checkpoint is None
         else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
     )
-
-
-def _parameters(strategy: StrategyMixin) -> str:
-    count = strategy.parameter_count
-    if strategy.trained_count == count:
-        return f"{count:,} parameters"
-    return f"{strategy.trained_count:,} of {count:,} parameters are trained"
-
-
-def _batch_note(trainer: Trainer) -> str:
-    return "" if (feed := feed_of(trainer)) is None else feed.batch_note
 
 
 def summarize(
@@ -92,7 +83,7 @@ def summarize(
         "strategy": strategy.layout,
         "world_size": trainer.world_size,
         "precision": str(run.cfg.trainer.precision),
-        "parameters": trainer.parameter_count,
+        "parameters": strategy.parameter_count,
         "samples_per_second": timings.get("samples_per_second"),
         "timings": timings,
         "bubble_share": strategy.bubble_share,

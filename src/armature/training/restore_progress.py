@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from armature.checkpoint import changes, plain, schedules
-from armature.parallel import process_group
+from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, user_state
 from armature.training.progress import completed_batches, feed_of
@@ -54,13 +54,12 @@ class RestoreProgress(RunHooks, Callback):
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
         self._within_epoch = False  # the resume is, or at its end with hooks that are due
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
         if stage == "fit":
             self._built = {"schedules": [], "callbacks": _states(trainer)}
         strategy = StrategyMixin.of(trainer)
-        strategy.before_loading = [partial(self.loading, trainer)]
+        strategy.before_loading = partial(self.loading, trainer)
         # hooks of the start see optimizers as in a first start, and what they change is undone
         strategy.loads_optimizers_last = bool(_hooks_of_the_start(trainer))
 
@@ -102,12 +101,9 @@ class RestoreProgress(RunHooks, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
-        random = state_dict["random"]
         assert self._trainer is not None
         layout = StrategyMixin.of(self._trainer).layout
-        # under another layout ranks draw other numbers anyway
-        if len(random["ranks"]) == process_group.ranks() and random["layout"] == layout:
-            self._random = random["ranks"][process_group.rank()]
+        self._random = randomness.of_this_rank(state_dict["random"], layout) or self._random
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
@@ -165,8 +161,7 @@ class RestoreProgress(RunHooks, Callback):
         ):
             loop.owes_epoch_end = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         step = completed_batches(trainer)
         if not step:
             return
@@ -220,12 +215,10 @@ class RestoreProgress(RunHooks, Callback):
             device=trainer.strategy.root_device,
         )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, OurTrainer)
         self._random = epoch_start.random_state(trainer)
 
 

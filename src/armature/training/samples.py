@@ -84,7 +84,7 @@ class Samples(L.Callback):
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._due = False
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and can_sample(trainer):
+        if trainer.state.fn == "fit" and StrategyMixin.of(trainer).can_generate:
             within = self._spent <= SHARE * (time.monotonic() - self._began)
             self._due = process_group.broadcast_object(within)
 
@@ -157,10 +157,6 @@ class Samples(L.Callback):
                 )
             self._failed = True
         self._spent += time.monotonic() - started
-
-
-def can_sample(trainer: L.Trainer) -> bool:
-    return StrategyMixin.of(trainer).can_generate
 
 
 def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:

@@ -16,15 +16,14 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armature.data.feed import Feed
 from armature.parallel import process_group
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
-from armature.training.expert_load import ExpertLoad
-from armature.training.metrics_csv import MetricsCSV
+from armature.training.metrics_csv import FIRST_COLUMNS, MetricsCSV
 from armature.training.progress import completed_batches
 from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
@@ -62,6 +61,46 @@ class Monitor(Protocol):
         ...
 
 
+class ExpertLoad:
+    """A monitor of the step log: the largest and smallest load of any expert, in multiples of its
+    block's mean.
+
+    `experts/load_max` is 1 if all experts are used alike; `experts/load_min` is 0 if one is not
+    used at all.
+    """
+
+    def __init__(self, mixtures: list[Any]) -> None:
+        self.mixtures = mixtures
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ExpertLoad | None:
+        """Return the monitor of the module's mixtures, or None if it has none."""
+        mixtures = [model for model in module.modules() if hasattr(model, "load_LE")]
+        return cls(mixtures) if mixtures else None
+
+    def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
+        loads = [model.load_LE.float() for model in self.mixtures if model.load_LE is not None]
+        if not stepped or not loads:
+            return {}
+        # dense blocks have no tokens; two mixtures may have different numbers of experts
+        lowest = [
+            load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf).min() for load_LE in loads
+        ]
+        highest = torch.stack([load_LE.max() for load_LE in loads]).max()
+        return {"experts/load_max": highest, "experts/load_min": torch.stack(lowest).min()}
+
+    def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
+        return {}
+
+    def by_expert(self) -> dict[str, list[float]]:
+        """Return the newest load of each expert by the number of its block."""
+        return {
+            str(index): [round(load, 4) for load in load_E]
+            for model in self.mixtures if model.load_LE is not None
+            for index, load_E in enumerate(model.load_LE.tolist()) if any(load_E)
+        }  # fmt: skip
+
+
 class StepLog(RunHooks, Callback):
     """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer
     step.
@@ -89,18 +128,7 @@ class StepLog(RunHooks, Callback):
         monitors: further sources of columns.
     """
 
-    COLUMNS = frozenset(
-        {
-            "epoch",
-            "samples",
-            "tokens",
-            "lr",
-            "train/loss",
-            "train/grad_norm",
-            "train/loss_scale",
-            "train/skipped",
-        }
-    )
+    COLUMNS = frozenset({*FIRST_COLUMNS[1:], "train/loss_scale", "train/skipped"})  # all but step
 
     def __init__(
         self,
@@ -155,26 +183,23 @@ class StepLog(RunHooks, Callback):
         """
         return self._totals.values()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(trainer, OurTrainer)
-        trainer.step_metrics.reserved, trainer.step_metrics.epoch = self.COLUMNS, self._epoch
-
-    def _epoch(self) -> float:
-        """Return the row's `epoch`: where its global batch began, in epochs."""
-        return self._epoch_of(self.samples_seen)
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        trainer.step_metrics.reserved = self.COLUMNS
+        trainer.step_metrics.epoch = lambda: self._epoch_of(self.samples_seen)
 
     def _epoch_of(self, samples: int) -> float:
+        """Return the `epoch` of a row: where its global batch began, in epochs."""
         return round(max(0, samples - self.feed.global_batch_size) / self.feed.train_size, 6)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)
         self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = self.feed.samples_seen
         # for what on_train_start of the user's callbacks and module logs
         self.csv.is_silent = completed_batches(trainer) > 0
-        self.expert_load = ExpertLoad.of(pl_module)
-        others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
-        self.monitors = others + ([self.expert_load] if self.expert_load is not None else [])
+        if (expert_load := ExpertLoad.of(pl_module)) is not None:
+            self.expert_load = expert_load
+            self.monitors.append(expert_load)
         self.restart_clock()
 
     def first_batch_follows(self, trainer: Trainer) -> None:
@@ -350,15 +375,12 @@ class StepLog(RunHooks, Callback):
                 self._bad_ranks[row["step"]] = bad
         return [[*by_rank] for by_rank in zip(*ranks, strict=True)][2 * len(means) :]
 
-    def _write(
-        self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]
-    ) -> None:
+    def _write(self, trainer: Any, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         for row in rows:
             row["epoch"] = self._epoch_of(row["samples"])
             if self.tokens_per_sample is not None:
                 row["tokens"] = row["samples"] * self.tokens_per_sample
         self.last = rows[-1]
-        assert isinstance(trainer, OurTrainer)
         trainer.step_metrics.publish(
             {name: self.last[name] for name in OF_STEPS if name in self.last}
         )

@@ -10,11 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from armature.parallel import process_group
 from armature.training.run_hooks import RunHooks
 
-SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-    if hasattr(signal, name)
-]
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Why a run stops. If ranks have different reasons, the one that comes last here counts
 REASONS = ("", "max_time", "time_limit", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGINT")
 
@@ -56,10 +52,7 @@ class StopOnSignal(RunHooks, Callback):
         Called before the Trainer is set up, which a signal must not interrupt either.
         """
         for number in SIGNALS:
-            if (
-                number == getattr(signal, "SIGHUP", None)
-                and signal.getsignal(number) == signal.SIG_IGN
-            ):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
             self._previous[number] = signal.signal(number, self._handle)
 

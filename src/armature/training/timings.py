@@ -103,10 +103,8 @@ class DataWait:
 
     def fetch_ended(self) -> None:
         self._fetching += time.perf_counter() - self._began
-        if self.on_gpu:
-            self._note_gap()
-
-    def _note_gap(self) -> None:
+        if not self.on_gpu:
+            return
         if self._last is None:  # the device had no work before
             self._waited += self._fetching
         else:

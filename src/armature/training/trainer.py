@@ -14,9 +14,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
-from armature.strategies.base import StrategyMixin
-from armature.training.fit_loop import FitLoop
-from armature.training.loops import EpochLoop
+from armature.training.loops import EpochLoop, FitLoop
 from armature.training.progress import feed_of
 
 log = logging.getLogger(__name__)
@@ -153,13 +151,8 @@ class Trainer(L.Trainer):
     # Lightning reads the names of arguments here, for PL_TRAINER_* variables
     __signature__ = inspect.signature(L.Trainer)
 
-    def __init__(
-        self,
-        *args: Any,
-        max_global_batches: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, max_global_batches: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits)
@@ -208,8 +201,3 @@ class Trainer(L.Trainer):
     def step_metrics(self) -> LoggerConnector:
         """Where `StepLog` announces its columns and publishes its newest row."""
         return self._logger_connector
-
-    @property
-    def parameter_count(self) -> int:
-        """Parameters of the unsharded model."""
-        return StrategyMixin.of(self).parameter_count

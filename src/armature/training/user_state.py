@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from armature import errors
 from armature.checkpoint import plain
@@ -250,11 +249,9 @@ def _package(value: Any) -> str:
 # ---------------------------------------------------------------- values
 def _module_state(module: nn.Module) -> dict[str, Any]:
     """Return the state of a callback's metric, or of its copy of a model."""
-    metrics = any(isinstance(part, Metric) for part in module.modules())
     return {
-        "tensors": dict(module.state_dict()),
-        "metrics": epoch_metrics.metric_states(module) if metrics else {},
-    }
+        "tensors": dict(module.state_dict()), "metrics": epoch_metrics.metric_states(module)
+    }  # fmt: skip
 
 
 def _set_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
