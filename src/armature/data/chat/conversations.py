@@ -5,6 +5,7 @@ and brought into one form. Torch-free.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from armature.data.chat.template import Message
 from armature.data.sources import SourceFile
 from armature.errors import ConfigError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+_READ = {"messages", "prompt", "completion", "chosen", "rejected", "system", "tools"}
 _SHOWN = 10  # problems in one message
 _EITHER = '"…", or [{"role": "user", "content": "…"}]'
 _CALL = '{"type": "function", "function": {"name": "…", "arguments": {}}}'
@@ -56,7 +59,9 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
     Raises ConfigError with the bad lines, at most ten.
     """
     problems: list[str] = []
+    unread: set[str] = set()
     for where, record in chain.from_iterable(map(sources.json_lines, files)):
+        unread |= record.keys() - _READ if isinstance(record, dict) else set()
         try:
             parsed = parse(record, where=where)
         except ConfigError as error:
@@ -68,14 +73,16 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
             yield parsed
     if problems:
         raise ConfigError(problems)
+    if unread:
+        log.info("Keys of the lines that nothing reads: %s.", ", ".join(sorted(unread)))
 
 
 def parse(record: object, *, where: str) -> tuple[Conversation]:
     """Return the conversation of one record. Raises ConfigError.
 
     A record has `messages`, or `prompt` and `completion`, each a text or a list of messages; of
-    these only the completion is learned. `tools` go to the chat template. An assistant message with
-    `"weight": 0` is not learned.
+    these only the completion is learned. A text `system` becomes the first message. `tools` go to
+    the chat template. An assistant message with `"weight": 0` is not learned.
     """
     if "messages" in (record := checked(record, FORM, where=where)):
         read, first = messages(record["messages"], "messages", where=where), 0
@@ -169,7 +176,11 @@ def made(
             f"{where}: {found if answers else 'no message of the role assistant'}, so there is "
             "nothing to learn. Remove the line."
         )
-    tools = record.get("tools")
+    tools = _without_nulls(record.get("tools"))
+    if record.get("system") and read[0]["role"] != "system":
+        read = messages(record["system"], "system", where=where, role="system") + read
+        learned = tuple(i + 1 for i in learned)
+        prompt = None if prompt is None else prompt + 1
     if tools is not None and not isinstance(tools, list):
         raise ConfigError(
             f"{where}: tools must be a list. Got {sources.shown(tools)}. Write a list of JSON "
@@ -256,7 +267,7 @@ def _call(call: object, *, where: str) -> object:
         return {**call, "function": _call(function, where=f"{where}.function")}
     if "arguments" not in call:
         return call
-    arguments = given = call["arguments"]
+    arguments = given = _without_nulls(call["arguments"])
     if isinstance(given, str):
         try:
             arguments = json.loads(given)
@@ -268,3 +279,12 @@ def _call(call: object, *, where: str) -> object:
             f'{sources.shown(given)}. Write {{"name": value}}, or {{}} for none.'
         )
     return {**call, "arguments": arguments}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without entries of null: tables that were made into JSON lines have such
+    ones.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value

@@ -312,7 +312,10 @@ def encode(
     for each in some:
         try:
             rendered.append(template.assistant_spans(each.messages, tools=each.tools))
-            rendered[-1][0].encode()
+            text, spans = rendered[-1]
+            text.encode()
+            for i in each.learned:
+                template.check_whole(each.messages[i], text[slice(*spans[i])], number=i + 1)
         except (NotRenderable, UnicodeEncodeError) as error:
             remedy = getattr(error, "remedy", NotRenderable.remedy)
             raise ConfigError(f"{each.where}: {error}. {remedy}.") from error

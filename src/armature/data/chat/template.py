@@ -67,6 +67,15 @@ class UnreadKey(NotRenderable):
     remedy = "Rename the key to one that it reads, remove it, or name another data.source.template"
 
 
+class LeftOut(NotRenderable):
+    """A message to learn is not written whole here, though it is in other conversations."""
+
+    remedy = (
+        "Write a line for each answer, with the conversation up to it, give the message "
+        '"weight": 0, or name another data.source.template'
+    )
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template, and the names of special tokens that it may use (`bos_token`, `eos_token`, …)."""
@@ -149,6 +158,19 @@ class ChatTemplate:
                         f"the chat template does not read {key}={shown(value)} of message {number} "
                         f"({message['role']})"
                     )
+
+    def check_whole(self, message: Message, written: str, *, number: int) -> None:
+        """Raise LeftOut unless what the template wrote of a message has all of its texts, as
+        thoughts of earlier turns that some templates leave out.
+        """
+        squeezed = "".join(written.split())
+        for key in ("content", *_THOUGHTS):
+            value = message.get(key)
+            if isinstance(value, str) and "".join(value.split()) not in squeezed:
+                raise LeftOut(
+                    f"the chat template leaves out {key}={shown(value)} of message {number}, or a "
+                    "part of it, in this conversation"
+                )
 
     def _writes(self, role: str, key: str, value: Any) -> bool:
         """Return whether the text of a short conversation shows a key."""
