@@ -14,7 +14,7 @@ from armature import cli, config, run_dir
 from armature.errors import ConfigError
 from armature.loading import constructors
 from armature.training.limits import prefer_typed
-from armature.validation import numbers, quoting, targets, values
+from armature.validation import quoting, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
@@ -441,7 +441,7 @@ def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(mon
         "scheduler.warmup": "WARMUP",
         "run.name": "NAME",
     }
-    cfg = numbers.written_out(
+    cfg = values.written_out(
         cli.compose([f"{key}=${{oc.env:{name}}}" for key, name in keys.items()])
     )
     assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]

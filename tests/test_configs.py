@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from armature import config
 from armature.data import feed
-from armature.validation import checks, data_sources
+from armature.validation import checks
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
 from armature.validation.composing import composing, instantiate
@@ -106,7 +106,7 @@ def _hydra(tmp_path, monkeypatch):
     )  # whole blocks of 4-bit weights
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        data_sources, "problems", lambda cfg, *, prepare: []
+        checks, "_data_problems", lambda cfg, *, prepare: []
     )  # tests/data prepares for real
     with composing():
         yield

@@ -217,8 +217,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_foreach_norm", None, "parallel/gradients.py"),
     ("torch", "_foreach_mul", None, "parallel/gradients.py"),
     ("torch", "_foreach_mul_", None, "parallel/gradients.py"),
-    ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
-    ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
     ("torch", "_amp_foreach_non_finite_check_and_unscale_", None, "parallel/scaler.py"),
     (
         SCALER,

@@ -43,18 +43,9 @@ from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, p
 from armature.validation.composing import composing
 from armature.validation.quoting import addable, quoted
 
+Task = Callable[[DictConfig], float | None]  # of a command: returns what a sweep optimizes
 _composed = threading.Event()  # the configuration composed, and the command itself began
-ONE_OPTION = (
-    "task",
-    "model",
-    "data",
-    "optimizer",
-    "scheduler",
-    "strategy",
-    "trainer",
-    "checkpoint",
-    "launch",
-)
+ONE_OPTION = (*config.OF_ONE_CLASS, "trainer", "checkpoint", "launch")
 full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 # a line of Hydra's completion for bash, which ignores its result
 _SOUGHT = 'grep "@hydra.main" $file_path -q'
@@ -129,7 +120,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
             ):
                 main()
     except CONFIG_ERRORS as error:
-        refuse(_explained(error, typed, sweep=arguments.multirun))
+        sound = _composed.is_set() and not arguments.multirun
+        refuse([plain_text(error)] if sound else explain(error, typed, sweep=arguments.multirun))
     except ConfigError as error:  # of a search, whose cause says less
         refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
@@ -184,12 +176,6 @@ def _load_env(file: Path) -> None:
         )
 
 
-def _explained(error: Exception, typed: list[str], *, sweep: bool) -> list[str]:
-    if _composed.is_set() and not sweep:
-        return [plain_text(error)]  # the overrides are sound
-    return explain(error, typed, sweep=sweep)
-
-
 @contextmanager
 def _skip_get_mode() -> Iterator[None]:
     """Keep Hydra from composing the configuration a second time (0.45 s) to read hydra.mode."""
@@ -237,9 +223,7 @@ def compose(typed: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def report_errors(
-    task: Callable[[DictConfig], float | None],
-) -> Callable[[DictConfig], float | None]:
+def report_errors(task: Task) -> Task:
     """Print a ConfigError or RunFailed and end the process.
 
     A sweep's failed trial raises, and the others run.
@@ -253,7 +237,7 @@ def report_errors(
     return wrapper
 
 
-def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
+def _run_task(task: Task, cfg: DictConfig) -> float | None:
     _composed.set()
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
@@ -282,7 +266,7 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
         sys.exit(1)
 
 
-def _ended_by_itself(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
+def _ended_by_itself(task: Task, cfg: DictConfig) -> float | None:
     """Run a command whose end is not decided by the user's code, as by sys.exit() in a module that
     it imports.
     """
@@ -544,13 +528,14 @@ def parse_overrides(
     return args, [*map(searching, filter(None, [folder])), *typed]
 
 
-def whole_number(key: str, typed: str, *, most: int = MOST_DEVICES) -> int | None:
+def whole_number(key: str, typed: str) -> int | None:
     """Return a typed whole number, or None for auto."""
     if typed == "auto":
         return None
-    if not (typed.isascii() and typed.isdecimal() and 1 <= int(typed[:20]) <= most):
+    if not (typed.isascii() and typed.isdecimal() and 1 <= int(typed[:20]) <= MOST_DEVICES):
         raise ConfigError(
-            f"{key}={typed}: type a whole number of at least 1 and at most {most}, or leave it out."
+            f"{key}={typed}: type a whole number of at least 1 and at most {MOST_DEVICES}, or "
+            "leave it out."
         )
     return int(typed)
 

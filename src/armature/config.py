@@ -26,6 +26,8 @@ from armature.errors import ConfigError, error_line
 from armature.project import SHIPPED
 from armature.validation.composing import register_resolver
 
+OF_ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")  # groups
+OPEN = ("callbacks", "logger")  # groups to which a key may be added
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run", "sweep")  # groups whose keys are in train.yaml itself
 # groups with paths that the scripts open which use a run
@@ -225,6 +227,11 @@ def load(file: Path) -> DictConfig:
     return cfg  # pyright: ignore[reportReturnType]
 
 
+def unresolved(node: Any) -> Any:
+    """Return a configuration as plain types, with its references."""
+    return OmegaConf.to_container(node, resolve=False)
+
+
 def read_raw(file: Path) -> DictConfig:
     """Return a config.yaml as it is. Raises ConfigError as `load` does."""
     try:
@@ -310,7 +317,7 @@ def without_secrets(cfg: DictConfig) -> dict[str, Any]:
     """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is
     written to a file.
     """
-    untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    untyped = OmegaConf.create(unresolved(cfg))
     with _environment_kept():
         return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
 
@@ -328,7 +335,7 @@ def require_plain_addresses(
         groups: what this command opens.
         typed: keys that the user of this command has typed.
     """
-    untyped: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    untyped = OmegaConf.create(unresolved(cfg))
     with _environment_kept():
         try:
             kept = [(name, _resolved(untyped, name)) for name in groups]

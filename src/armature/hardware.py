@@ -7,8 +7,12 @@ import functools
 import os
 import platform
 import re
+import resource
 import sys
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 # Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s. The first entry found in a
 # device's name counts.
@@ -35,7 +39,7 @@ def cpu_count() -> int:
 @functools.cache
 def _cuda_driver() -> ctypes.CDLL | None:
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     return driver if driver.cuInit(0) == 0 else None
@@ -67,42 +71,29 @@ def default_accelerator() -> str:
 
 def compute_capability() -> tuple[int, int] | None:
     """Return (major, minor) of the first NVIDIA GPU, or None if there is none."""
-    if (first := _first_gpu()) is None:
-        return None
-    (driver, device), found = first, (ctypes.c_int(), ctypes.c_int())
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-    for value, attribute in zip(found, (75, 76), strict=True):
-        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    return found[0].value, found[1].value
+    major, minor = (_ask("cuDeviceGetAttribute", ctypes.c_int(), each) for each in (75, 76))
+    return None if None in (major, minor) else (major, minor)
 
 
-def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
-    device = ctypes.c_int()
-    if (
-        (driver := _cuda_driver()) is None
-        or not gpu_count()
-        or driver.cuDeviceGet(ctypes.byref(device), 0) != 0
-    ):
+def _ask(function: str, value: Any, *arguments: Any) -> Any:
+    """Return what the driver says of the first NVIDIA GPU, or None if there is none."""
+    driver, device = _cuda_driver(), ctypes.c_int()
+    if driver is None or not gpu_count() or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None
-    return driver, device
+    failed = getattr(driver, function)(ctypes.byref(value), *arguments, device)
+    return None if failed else value.value
 
 
 def gpu_name() -> str | None:
     """Return the driver's name of the first NVIDIA GPU, or None if there is none."""
-    if (first := _first_gpu()) is None:
-        return None
-    driver, device = first
-    text = ctypes.create_string_buffer(256)
-    return text.value.decode() if driver.cuDeviceGetName(text, len(text), device) == 0 else None
+    name = _ask("cuDeviceGetName", ctypes.create_string_buffer(256), 256)
+    return None if name is None else name.decode()
 
 
 def gpu_memory_bytes() -> int | None:
     """Return the memory of the first NVIDIA GPU, or None if there is none."""
-    if (first := _first_gpu()) is None:
-        return None
-    driver, device = first
-    size = ctypes.c_size_t()
-    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else None
+    return _ask("cuDeviceTotalMem_v2", ctypes.c_size_t())
 
 
 def bf16_is_fast(accelerator: str) -> bool:
@@ -111,10 +102,7 @@ def bf16_is_fast(accelerator: str) -> bool:
     Ampere and later GPUs, or CPUs with AVX512-BF16 or AMX.
     """
     if accelerator == "cpu":
-        cpuinfo = Path("/proc/cpuinfo")
-        return cpuinfo.exists() and any(
-            flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16")
-        )
+        return any(flag in _cpuinfo() for flag in ("avx512_bf16", "amx_bf16"))
     if accelerator != "gpu" or not gpu_count():
         return False
     capability = compute_capability()
@@ -128,34 +116,28 @@ def published_peak(device_name: str) -> float | None:
     )
 
 
+def _cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
+
+
 def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return (
-        f"{models[0] if models else platform.processor() or platform.machine()}, {cpu_count()} "
-        "cores"
-    )
+    found = re.search(r"^model name\s*:\s*(.*)", _cpuinfo(), re.MULTILINE)
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name}, {cpu_count()} cores"
 
 
 def cpu_cycles_per_second() -> float:
     """Return the clock of the first CPU; 2.5 GHz where the system does not report it."""
-    info = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^cpu MHz\s*:\s*([\d.]+)", info.read_text(), re.MULTILINE)
-        if info.exists()
-        else None
-    )
+    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", _cpuinfo(), re.MULTILINE)
     return float(found[1]) * 1e6 if found else 2.5e9
 
 
-def ram_bytes() -> int | None:
+def ram_bytes() -> int:
     """Return the memory that this process may use: the machine's, or the container's limit if that
     is lower.
     """
-    if sys.platform == "win32":
-        return None  # not reported without further packages
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = psutil.virtual_memory().total
     for file in (
         Path("/sys/fs/cgroup/memory.max"),
         Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -166,24 +148,11 @@ def ram_bytes() -> int | None:
 
 
 def page_faults() -> int:
-    """Return how often this process got memory from the system page by page, or 0 if that is not
-    reported (Windows).
-    """
-    if sys.platform == "win32":
-        return 0
-    import resource
-
+    """Return how often this process got memory from the system page by page."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_resident_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if the system does not report
-    it (Windows).
-    """
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    """Return the peak resident memory of this process in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

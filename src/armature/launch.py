@@ -127,7 +127,9 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
     if several:
         lock.check(cfg)
     with nullcontext() if several else lock.hold(cfg):
-        if _is_begun_trial(cfg):
+        sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        # a sweep of this name has begun this trial, whose values are what it compares
+        if sweep and (Path(cfg.run.dir) / "config.yaml").is_file():
             _require_same_settings(cfg, "holds a trial that was begun")
         run_dir.write(cfg, overrides)
         if alone:
@@ -211,7 +213,9 @@ def _finished_message(cfg: DictConfig) -> str | None:
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
         return None
     resume.require_used(cfg, Path(cfg.run.dir))
-    if _limits_were_raised(cfg, summary):
+    samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
+    limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
+    if limits.global_batches > summary["planned_steps"]:  # the limits were raised
         return None
     _require_same_settings(cfg, "is finished, and was trained")
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
@@ -221,35 +225,8 @@ def _finished_message(cfg: DictConfig) -> str | None:
     )
 
 
-def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
-    """Return whether the limits of steps and epochs now end a run later than those that it finished
-    with.
-    """
-    samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
-    limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
-    return limits.global_batches > summary["planned_steps"]
-
-
 def _require_same_settings(cfg: DictConfig, state: str) -> None:
-    if other := _other_settings(cfg):
-        more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
-        raise ConfigError(
-            f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type "
-            "another run.name."
-        )
-
-
-def _is_begun_trial(cfg: DictConfig) -> bool:
-    """Return whether a sweep of this name has begun this trial.
-
-    Its values are what the sweep compares.
-    """
-    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    return sweep and (Path(cfg.run.dir) / "config.yaml").is_file()
-
-
-def _other_settings(cfg: DictConfig) -> list[str]:
-    """Return the settings that decide the result and differ from those of the run in the
+    """Raise ConfigError if settings that decide the result differ from those of the run in the
     directory.
     """
     found = resume.differences(
@@ -257,4 +234,9 @@ def _other_settings(cfg: DictConfig) -> list[str]:
         config.without_secrets(run_dir.read(Path(cfg.run.dir))),
         resume.RESULT_GROUPS,
     )
-    return [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]
+    if other := [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]:
+        more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
+        raise ConfigError(
+            f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type "
+            "another run.name."
+        )

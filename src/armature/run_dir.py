@@ -101,8 +101,7 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     if checkpoints and checkpoints.startswith("~"):
         cfg.checkpoint.root = os.path.expanduser(checkpoints)
     elif checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
-        raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
-        kept = str(raw["root"])
+        kept = str(config.unresolved(cfg.checkpoint)["root"])
         # one reference may name any place
         if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):
             # the run may be loaded from another folder
@@ -184,7 +183,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
             f"run.root={cfg.run.root}: {why}. Type another run.root or run.name."
         ) from error
     cfg.run.id, cfg.run.git = _id(run_dir), git()
-    kept = keep_references(OmegaConf.to_container(cfg, resolve=False), config.without_secrets(cfg))
+    kept = keep_references(config.unresolved(cfg), config.without_secrets(cfg))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
     try:

@@ -22,7 +22,15 @@ def read(size: int, layout: tuple[int, int, int], *, seed: int, position: int) -
     ranks, micro, accumulate = layout
     batches = plan_batches(ranks * micro * accumulate, micro, ranks)
     samplers = [
-        TrainSampler(size, seed=seed, batches=batches, rank=r, position=lambda: position)
+        TrainSampler(
+            size,
+            seed=seed,
+            batches=batches,
+            rank=r,
+            position=lambda: position,
+            epoch=lambda: position // size,
+            population=size,
+        )
         for r in range(ranks)
     ]
     streams = [list(sampler) for sampler in samplers]
@@ -137,7 +145,13 @@ def test_a_limited_epoch_is_the_beginning_of_each_epochs_order():
     seen = []
     for epoch in range(12):
         sampler = TrainSampler(
-            8, seed=0, batches=batches, rank=0, position=lambda e=epoch: 8 * e, population=20
+            8,
+            seed=0,
+            batches=batches,
+            rank=0,
+            position=lambda e=epoch: 8 * e,
+            epoch=lambda e=epoch: e,
+            population=20,
         )
         keys = [key for batch in sampler for key in batch]
         assert len(keys) == len(set(keys)) == 8

@@ -11,7 +11,7 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import plan_beside
-from armature.validation import checks, data_sources
+from armature.validation import checks
 from armature.validation.composing import composing
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def checked(tmp_path, monkeypatch):
         (tmp_path / "reexporting" / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data_sources, "problems", lambda cfg, *, prepare: [])
+    monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])
     for name in [name for name in sys.modules if name.startswith("reexporting")]:
         del sys.modules[name]
     config.register()

@@ -126,7 +126,7 @@ class Corpus:
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
             raise ConfigError(
-                f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty. Name "
+                f"data.path={self.path}: {_counted(files)}, all of them empty. Name "
                 "files with text."
             )
         return files
@@ -183,7 +183,7 @@ class Corpus:
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
         started, total = time.monotonic(), sum(file.size for file in files)
         name = "the Python standard library" if self.path is None else self.path
-        log.info("Preparing %s: %s, %.1f MB.", name, _count(len(files), "file"), total / 1e6)
+        log.info("Preparing %s: %s, %.1f MB.", name, _counted(files), total / 1e6)
         split = Splitter.choose(
             files, val_fraction=self.val_fraction, test_fraction=self.test_fraction
         )
@@ -270,5 +270,5 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     yield waiting
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def _counted(files: list[SourceFile]) -> str:
+    return f"{len(files):,} file{'s' * (len(files) != 1)}"

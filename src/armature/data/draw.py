@@ -236,8 +236,9 @@ def read_loader(
         )
     if evaluating and (draw is not None or shuffled):
         # which samples, and in which order: the same in each evaluation
-        drawn = draw(0).tolist() if draw is not None else _permutation(len(dataset), seed)
-        dataset, draw = Subset(dataset, drawn), None
+        generator = torch.Generator().manual_seed(seed_of(f"{seed}/evaluation"))
+        drawn = torch.randperm(len(dataset), generator=generator) if draw is None else draw(0)
+        dataset, draw = Subset(dataset, drawn.tolist()), None
     if drops_last:
         dataset = Subset(dataset, range(len(dataset) // size * size))
     return ReadLoader(
@@ -259,11 +260,6 @@ def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | No
     if all_once and sampler.num_samples == len(loader.dataset):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         return None, True
     return Draw(sampler, owner=owner, seed=seed, whole_batches=False), False
-
-
-def _permutation(size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed_of(f"{seed}/evaluation"))
-    return torch.randperm(size, generator=generator).tolist()
 
 
 def copied(sampler: Any) -> Any:

@@ -360,12 +360,14 @@ class Feed(L.Callback):
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
-    def train_sampler(self, *, in_loop: bool = False, **changes: Any) -> TrainSampler:
+    def train_sampler(
+        self, *, in_loop: bool = False, position: Callable[[], int] | None = None
+    ) -> TrainSampler:
         """Return this rank's sampler of the training data.
 
         Args:
             in_loop: a sampler of the user's draws an epoch for the run, not for someone who looks.
-            changes: to the arguments.
+            position: returns where to begin; None: the run's own.
         """
         read, size, population = self._train, self.train_size, self._train_samples
         draw: Callable[[int], Any] | None = None
@@ -374,18 +376,18 @@ class Feed(L.Callback):
             draw = partial(data.order, size=size, seed=self.seed, limited=limited)
         elif (drawn := read.draw) is not None:
             draw = lambda epoch: drawn(self._drawn(epoch), keep=in_loop)  # noqa: E731
-        arguments: dict[str, Any] = {
-            "seed": self.seed,
-            "batches": self.batches,
-            "rank": self.rank_and_ranks()[0],
-            "epoch": self._epoch,
-            "position": lambda: self.samples_seen,
-            "left_out": lambda: self._parts().values(),
-            "shuffled": read.shuffled,
-            "draw": draw,
-            "population": population if draw is None else len(read.dataset),
-        }
-        return TrainSampler(size, **arguments | changes)
+        return TrainSampler(
+            size,
+            seed=self.seed,
+            batches=self.batches,
+            rank=self.rank_and_ranks()[0],
+            epoch=self._epoch,
+            position=position or (lambda: self.samples_seen),
+            left_out=lambda: self._parts().values(),
+            shuffled=read.shuffled,
+            draw=draw,
+            population=population if draw is None else len(read.dataset),
+        )
 
     def _drawn(self, epoch: int) -> int:
         """Return the epoch whose draw an epoch has: limited ones all have the first."""

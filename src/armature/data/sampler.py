@@ -34,13 +34,12 @@ class TrainSampler:
     Args:
         position: returns the position in the stream, in samples. Called at each `iter`: a resume
             may set it late.
-        epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of
-            `position`.
+        epoch: returns the epoch to serve.
         shuffled: False for a stream, whose samples come in the order in which they are read.
         draw: returns the N indices of an epoch, perhaps with repetitions, the same on each rank:
             another order. Then the key is position × population + index, so that a sample that is
             drawn twice is augmented twice.
-        population: samples that an epoch's order is made of; None: the N that it has.
+        population: samples that an epoch's order is made of: the N that it has, or more.
         left_out: returns the parts (start, length) of the order that are left out: what comes after
             them moves up.
     """
@@ -53,19 +52,16 @@ class TrainSampler:
         batches: Batches,
         rank: int,
         position: Callable[[], int],
-        epoch: Callable[[], int] | None = None,
+        epoch: Callable[[], int],
+        population: int,
         shuffled: bool = True,
         draw: Callable[[int], NDArray[np.int64]] | None = None,
-        population: int | None = None,
         left_out: Callable[[], Iterable[tuple[int, int]]] = tuple,
     ) -> None:
         self.size, self.seed, self.batches, self.rank = size, seed, batches, rank
-        self.shuffled, self.draw = shuffled, draw
-        self.population = size if population is None else population
+        self.shuffled, self.draw, self.population = shuffled, draw, population
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
-        self._position = position
-        self._epoch = epoch or (lambda: position() // size)
-        self._left_out = left_out
+        self._position, self._epoch, self._left_out = position, epoch, left_out
         self._drawn: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:

@@ -185,10 +185,10 @@ def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
             yield where, value
 
 
-def shown(value: object, *, most: int = 60) -> str:
-    """Return a value as JSON, of at most so many characters."""
+def shown(value: object) -> str:
+    """Return a value as JSON, of at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
-    return text if len(text) <= most else f"{text[: most - 3]}…"
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _records(file: SourceFile, field: str) -> Iterator[Piece]:

@@ -94,11 +94,11 @@ def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[
 
 def memory(cfg: DictConfig) -> Iterator[Finding]:
     """Compare the memory of the machine or the container with what its ranks need at least."""
-    if (limit := hardware.ram_bytes()) is not None:
-        needed = cfg.trainer.devices * (MEMORY_PER_RANK + _workers(cfg) * MEMORY_PER_WORKER)
-        what = f"Memory: {limit / GiB:.1f} GiB; ranks and loader workers need {needed / GiB:.1f}."
-        remedy = "Ask for more (Slurm: --mem=0; Docker: --memory), or type fewer data.num_workers."
-        yield judged(limit >= needed, what, remedy=remedy)
+    limit = hardware.ram_bytes()
+    needed = cfg.trainer.devices * (MEMORY_PER_RANK + _workers(cfg) * MEMORY_PER_WORKER)
+    what = f"Memory: {limit / GiB:.1f} GiB; ranks and loader workers need {needed / GiB:.1f}."
+    remedy = "Ask for more (Slurm: --mem=0; Docker: --memory), or type fewer data.num_workers."
+    yield judged(limit >= needed, what, remedy=remedy)
 
 
 def cores(cfg: DictConfig) -> Iterator[Finding]:

@@ -270,8 +270,12 @@ def of_lone_process() -> dict[str, str]:
     }
 
 
+def _path(name: str) -> Path | None:
+    return Path(value) if (value := os.environ.get(name)) else None
+
+
 def error_file() -> Path | None:
-    return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
+    return _path("TORCHELASTIC_ERROR_FILE")
 
 
 def rank_variables(*, attempt: int, heartbeats: Path, store: Path | None) -> dict[str, str]:
@@ -284,11 +288,11 @@ def rank_variables(*, attempt: int, heartbeats: Path, store: Path | None) -> dic
 
 
 def store_file() -> Path | None:
-    return Path(file) if (file := os.environ.get("ARMATURE_STORE")) else None
+    return _path("ARMATURE_STORE")
 
 
 def heartbeat_folder() -> Path | None:
-    return Path(folder) if (folder := os.environ.get("ARMATURE_HEARTBEATS")) else None
+    return _path("ARMATURE_HEARTBEATS")
 
 
 def watched_rank(environ: Mapping[str, str], *, heartbeats: Path) -> int | None:

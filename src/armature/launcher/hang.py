@@ -26,12 +26,6 @@ class Progress(NamedTuple):
     log_size: int  # bytes of its log when it started
 
 
-def clear(folder: Path) -> None:
-    """Remove what ranks of an earlier attempt have left."""
-    for file in folder.glob("*"):
-        file.unlink(missing_ok=True)
-
-
 def report(folder: Path, logs: Path, *, ranks: Mapping[int, Progress]) -> tuple[list[str], str]:
     """Return a line per rank, and the text of hang.txt: the same lines with the stacks.
 

@@ -27,9 +27,9 @@ OLD_MMAP_LIMIT = 32 * MIB  # glibc before 2.35 refuses a higher MALLOC_MMAP_THRE
 
 def keep_freed_memory(accelerator: str) -> bool:
     """Set this process's heap to keep freed memory; return whether it was set."""
-    if accelerator != "cpu" or is_set_by_user():
+    if not _may_set(accelerator):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl has none
         return False
     results = [mallopt(number, value) for number, value in SETTINGS.values()]
@@ -42,25 +42,22 @@ def variables(accelerator: str) -> dict[str, str]:
     """Return the environment that sets the heap of a program of another kind as `keep_freed_memory`
     sets ours.
     """
-    if accelerator != "cpu" or is_set_by_user() or sys.platform != "linux":
-        return {}
-    return {name: str(value) for name, (_, value) in SETTINGS.items()}
+    found = {name: str(value) for name, (_, value) in SETTINGS.items()}
+    return found if _may_set(accelerator) else {}
 
 
 def rank_variables(accelerator: str) -> dict[str, str]:
     """Return the variables for ranks that this process starts: glibc reads some settings only when
     a process starts.
     """
-    if accelerator != "cpu" or is_set_by_user() or sys.platform != "linux":
-        return {}
-    return {"GLIBC_TUNABLES": HUGE_PAGES}
+    return {"GLIBC_TUNABLES": HUGE_PAGES} if _may_set(accelerator) else {}
 
 
-def is_set_by_user() -> bool:
-    """Return whether the environment says how to allocate, other than by `rank_variables`."""
-    chosen = os.environ.get("LD_PRELOAD") or os.environ.get("GLIBC_TUNABLES") not in (
-        None,
-        "",
-        HUGE_PAGES,
-    )
-    return bool(chosen) or any(name.startswith("MALLOC_") for name in os.environ)
+def _may_set(accelerator: str) -> bool:
+    """Return whether the heap is ours to set: on Linux, for a CPU, and if the environment does not
+    say how to allocate, other than by `rank_variables`.
+    """
+    chosen = os.environ.get("LD_PRELOAD"), os.environ.get("GLIBC_TUNABLES", "")
+    by_user = chosen[0] or chosen[1] not in ("", HUGE_PAGES)
+    by_user = by_user or any(name.startswith("MALLOC_") for name in os.environ)
+    return accelerator == "cpu" and sys.platform == "linux" and not by_user

@@ -19,13 +19,9 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(*, any_thread: bool = False) -> None:
+def end_with_parent() -> None:
     """Make this process, and those that it forks, such as data loader workers, end with their
     parents.
-
-    Args:
-        any_thread: another thread than the parent's main one may have started this process, and end
-            before the parent.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -39,8 +35,7 @@ def end_with_parent(*, any_thread: bool = False) -> None:
             if threading.get_ident() == main:
                 end_with_parent_thread()
 
-        if not any_thread:
-            end_with_parent_thread()
+        end_with_parent_thread()
         os.register_at_fork(after_in_child=in_child)
 
     def watch() -> None:  # for systems without that call, and a parent that ended before it

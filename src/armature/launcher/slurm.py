@@ -125,9 +125,7 @@ def _first_host() -> str:
         socket.getaddrinfo(host, None)
     except OSError:
         with suppress(OSError, subprocess.SubprocessError):  # a container without Slurm's programs
-            fields = dict(
-                field.split("=", 1) for field in _scontrol("node", host).split() if "=" in field
-            )
+            fields = dict(field.split("=", 1) for field in _scontrol(host).split() if "=" in field)
             return fields.get("NodeAddr", host)
     return host
 
@@ -138,8 +136,8 @@ def _first_of(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
 
 
-def _scontrol(*arguments: str) -> str:
-    command = ["scontrol", "show", *arguments]
+def _scontrol(node: str) -> str:
+    command = ["scontrol", "show", "node", node]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 

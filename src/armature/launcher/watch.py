@@ -80,7 +80,8 @@ class RankWatcher:
 
     def __enter__(self) -> "RankWatcher":
         self.folder.mkdir(parents=True, exist_ok=True)
-        hang.clear(self.folder)
+        for file in self.folder.glob("*"):  # leftovers of ranks of an earlier attempt
+            file.unlink(missing_ok=True)
         self._thread.start()
         return self
 

@@ -37,7 +37,7 @@ from armature.parallel import (
 )
 from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
-from armature.parallel.split import Schedule, bubble_share
+from armature.parallel.split import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +71,6 @@ class Options:
     async_tensor: bool | str = False
 
 
-@dataclass
-class ParallelizedModel:
-    """A model on this rank."""
-
-    # one per pipeline stage that this rank holds; without a pipeline, the model itself
-    parts: list[nn.Module]
-    bubble_share: float = 0.0  # share of a step that the pipeline's schedule leaves idle
-    runner: pipeline.Runner | None = None  # runs the pipeline's stages
-
-
 def parallelize(
     model: nn.Module,
     plan: Plan | None,
@@ -93,9 +83,9 @@ def parallelize(
     positions: Positions | None = None,
     expert_ranks: DeviceMesh | None = None,
     listed: bool = False,
-) -> ParallelizedModel:
+) -> pipeline.Runner | None:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank
-    holds.
+    holds. Return what runs its stages, if there is a pipeline.
 
     Args:
         device: where the weights go, unless they are offloaded to the CPU.
@@ -129,7 +119,6 @@ def parallelize(
                 "strategy=fsdp."
             )
         positions.divide(model, plan)
-        positions.divide_calls(model)  # not those of stages, which share no hooks with it
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
     # alone
     spread = None
@@ -145,7 +134,8 @@ def parallelize(
             else expert_ranks
         )
         arguments = sharding_arguments(options)
-        for holder in experts.find(model, plan.experts):
+        for name in tensor.matching(model, plan.experts):
+            holder = model.get_submodule(name)
             experts.shard(holder, spread, loss_ranks=data_mesh.size(), **arguments)
     # 3. float8, which puts other Linears in place of a block's
     repeated = repeated_blocks(model, plan)
@@ -213,7 +203,7 @@ def parallelize(
         begin(model)
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
-        return ParallelizedModel(parts=parts)
+        return None
     runner = pipeline.Runner(
         model=model,
         stages=stages,
@@ -225,8 +215,7 @@ def parallelize(
         data_ranks=data_mesh.size(),
     )
     pipeline.install_runner(model, runner)
-    share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
-    return ParallelizedModel(parts=parts, bubble_share=share, runner=runner)
+    return runner
 
 
 def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
@@ -295,13 +284,6 @@ def begin(model: nn.Module) -> None:
     """Let the model be the root of its units, also if a unit is called before the model."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
-
-
-def reshard(model: nn.Module) -> None:
-    """Let the next forward of each unit gather weights as they are now."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def learn_gradient_types(model: nn.Module) -> None:

@@ -20,8 +20,7 @@ the axis. H and G are those of one rank of the tensor axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from armature.parallel.experts import exchange
 from armature.parallel.functional import Ranks
 from armature.parallel.mesh import gathers_keys
 from armature.parallel.targets import weigh
+from armature.parallel.tensor import styles_of
 
 
 class Positions:
@@ -160,18 +160,17 @@ class Positions:
 
     # ------------------------------------------------------------ models
     def divide(self, model: nn.Module, plan: Plan) -> None:
-        """Let modules work on this rank's positions, and attention see all of them."""
-        for name, style in match(model, plan.context).items():
+        """Let modules work on this rank's positions, and attention see all of them.
+
+        Calls of the model with whole samples return losses of all targets, or outputs of all
+        positions. Those of a pipeline's stages, which share no hooks with it, do not.
+        """
+        for name, style in styles_of(model, plan.context).items():
             module = model.get_submodule(name)
             if style == "part":
                 module.register_forward_pre_hook(lambda _, args: (self.part(args[0]), *args[1:]))
             else:
                 module.forward = self.around(module.forward, style=style)
-
-    def divide_calls(self, model: nn.Module) -> None:
-        """Let calls of the model with whole samples return losses of all targets, or outputs of all
-        positions.
-        """
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
@@ -200,14 +199,3 @@ class Positions:
         if output.ndim:
             return self.whole(output)
         return self.mean(weigh(output, share))
-
-
-def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of each module that a pattern of a plan's `context` names."""
-    names = [name for name, _ in model.named_modules()]
-    return {
-        name: style
-        for pattern, style in styles.items()
-        for name in names
-        if fnmatchcase(name, pattern)
-    }

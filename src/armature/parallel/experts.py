@@ -9,7 +9,6 @@ Shapes: M rows that leave this rank, D width, E experts, R ranks of the axis.
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,11 +24,6 @@ from armature.errors import ConfigError
 from armature.models.permutation import permute
 from armature.parallel import mesh as meshes
 from armature.parallel.tensor import LocalWeights, Weight
-
-
-def find(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Return the modules that hold experts, as the plan names them."""
-    return [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
 
 
 def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments: Any) -> None:

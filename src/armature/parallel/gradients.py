@@ -190,6 +190,5 @@ def multiply(parts: Sequence[Part], *, by: Tensor) -> None:
 @torch.no_grad()
 def clip_by_value(parts: Sequence[Part], *, value: float) -> None:
     """Clamp each element of each gradient to [-value, value], in place."""
-    if parts:
-        torch._foreach_clamp_min_([part for part, _ in parts], -value)
-        torch._foreach_clamp_max_([part for part, _ in parts], value)
+    for part, _ in parts:
+        part.clamp_(-value, value)

@@ -68,12 +68,11 @@ def split(
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
-    names, count = list(blocks), ranks * schedule.stages_per_rank
+    count = ranks * schedule.stages_per_rank
     of_stages = blocks_of_stages(model, plan, count=count, block_counts=block_counts)
     held = {i: of_stages[i] for i in stages_of_rank(rank, ranks=ranks, schedule=schedule)}
-    for name in names:
-        if not any(name in of_stage for of_stage in held.values()):
-            del blocks[name]
+    for name in {*blocks}.difference(*held.values()):
+        del blocks[name]
     for ends, stage in ((plan.first, 0), (plan.last, count - 1)):
         if stage not in held:
             for end in ends:
@@ -273,28 +272,20 @@ class Runner:
         outputs = schedule.step(*((chunks,) if 0 in self.stages.indices else ()))
         return outputs[: len(inputs)] if self.holds_last else None
 
-    def _rank_of(self, stage: int) -> int:
-        ranks = self.group.size()
-        holder = next(
-            r
-            for r in range(ranks)
-            if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule)
-        )
-        return dist.get_global_rank(self.group, holder)
-
     def _broadcast_from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
         """Return the last stage's value (None elsewhere) on all stages, in fp32.
 
         A scalar's shape is not sent.
         """
-        source, shape = self._rank_of(self.stages.count - 1), ()
+        # a V's last stage is the first rank's
+        source, shape = 0 if self.schedule.v_shaped else self.group.size() - 1, ()
         if not scalar:
             box: list[Any] = [tuple(value.shape) if value is not None else None]
-            dist.broadcast_object_list(box, src=source, group=self.group, device=self.device)
+            dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
             shape = box[0]
         value = torch.empty(shape, device=self.device) if value is None else value
         value = value.float().contiguous()  # the default type is not fp32 under bf16-true
-        dist.broadcast(value, src=source, group=self.group)
+        dist.broadcast(value, group=self.group, group_src=source)
         return value
 
 

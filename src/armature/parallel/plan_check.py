@@ -11,9 +11,8 @@ from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear
 from armature.layout import Layout
 from armature.models.plan import Plan
-from armature.parallel.context import match
 from armature.parallel.split import stage_ownership_problems
-from armature.parallel.tensor import adapter_problem, match_styles
+from armature.parallel.tensor import adapter_problem, match_styles, matching
 from armature.parallel.units import tied_names
 
 
@@ -74,17 +73,15 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
 
 def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str]:
     name, found = type(model).__name__, []
-    for pattern in plan.context:
-        matching = match(model, {pattern: plan.context[pattern]})
-        if not matching:
+    for pattern, style in plan.context.items():
+        names = matching(model, pattern)
+        if not names:
             found.append(
                 f"The plan's context pattern {pattern!r} matches no module of {name}: correct "
                 "plan.py."
             )
-        weights = [
-            each for each in matching if any(True for _ in model.get_submodule(each).parameters())
-        ]
-        if (style := plan.context[pattern]) != "part" and weights:
+        weights = [each for each in names if [*model.get_submodule(each).parameters()]]
+        if style != "part" and weights:
             found.append(
                 f"The plan's context style {style!r} is for modules without weights, but "
                 f"{weights[0]} has some."
@@ -122,18 +119,13 @@ def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layou
             f"task.adapter.rank={adapter.rank}: no adapted Linear has a rank above {most}. Type at "
             "most that."
         ]
-    if (plan := layout.plan) is None:
+    if layout.plan is None or layout.axes["tensor"] == 1:
         return []
-    found = []
-    if layout.axes["tensor"] > 1:
-        styles = match_styles(model, plan)
-        adapted = {
-            styles[n] for n, m in model.named_modules() if isinstance(m, LoraLinear) and n in styles
-        }
-        found += [
-            problem for style in sorted(adapted) if (problem := adapter_problem(style)) is not None
-        ]
-    return found
+    styles = match_styles(model, layout.plan)
+    adapted = {
+        styles[n] for n, m in model.named_modules() if isinstance(m, LoraLinear) and n in styles
+    }
+    return [problem for style in sorted(adapted) if (problem := adapter_problem(style))]
 
 
 def _stage_part(name: str, plan: Plan) -> str:

@@ -126,32 +126,32 @@ def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     return cpu_group() if tensor.device.type == "cpu" else dist.group.WORLD
 
 
-def broadcast_object(obj: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(obj: T, *, source: int = 0) -> T:
     """Return rank `source`'s plain object on every rank."""
     if not dist.is_initialized():
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=source, group=group or cpu_group())
+    dist.broadcast_object_list(box, src=source, group=cpu_group())
     return box[0]
 
 
-def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: T) -> list[T]:
     """Return every rank's plain object, in order of ranks, on every rank."""
     if not dist.is_initialized():
         return [obj]
-    gathered: list[T] = [obj] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, obj, group=group or cpu_group())
+    gathered: list[T] = [obj] * ranks()
+    dist.all_gather_object(gathered, obj, group=cpu_group())
     return gathered
 
 
-def gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_object(obj: T) -> list[T]:
     """Return every rank's plain object, in order of ranks, on rank 0; nothing elsewhere.
 
     Called by all ranks. torch's function gathers the sizes on all ranks: N² messages.
     """
     if not dist.is_initialized():
         return [obj]
-    group = group or cpu_group()
+    group = cpu_group()
     own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     size = torch.tensor(len(own))
     dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
@@ -187,15 +187,15 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Return every rank's result of `work`, in order of ranks, on rank 0; nothing elsewhere.
 
     An error of one rank is raised on all ranks.
     """
     result, error = _attempt(work)
-    of_ranks = gather_object((_describe(error), result), group=group)
+    of_ranks = gather_object((_describe(error), result))
     problem = next((f"rank {n} failed: {m}" for n, (m, _) in enumerate(of_ranks) if m), None)
-    problem = broadcast_object(problem, group=group)
+    problem = broadcast_object(problem)
     if error is not None:
         raise error
     if problem is not None:
@@ -203,13 +203,13 @@ def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     return [result for _, result in of_ranks]  # pyright: ignore[reportReturnType]
 
 
-def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def on_rank_0(work: Callable[[], T]) -> T:
     """Call `work` on rank 0 only, and return its result on all ranks.
 
     An error is raised on all ranks.
     """
     result, error = _attempt(work) if rank() == 0 else (None, None)
-    message, result = broadcast_object((_describe(error), result), group=group)
+    message, result = broadcast_object((_describe(error), result))
     if error is not None:
         raise error
     if message is not None:

@@ -72,14 +72,9 @@ def own_draws(place: int) -> Iterator[None]:
     """
     seed = random.getrandbits(60)  # leaves torch's streams as they are without this
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    before = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
-    torch.manual_seed(seed + place)
-    try:
+    with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+        torch.manual_seed(seed + place)
         yield
-    finally:
-        torch.set_rng_state(before[0])
-        if before[1] is not None:
-            torch.cuda.set_rng_state(before[1])
 
 
 def of_this_rank(saved: dict[str, Any] | None, layout: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ rank holds a part of the positions (dim 1) there, otherwise each rank holds all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -235,23 +235,28 @@ def _after(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------- models
+def matching(model: nn.Module, pattern: str) -> list[str]:
+    """Return the names of the modules that a pattern of a plan names."""
+    return [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+
+
+def styles_of(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the style of each module that a pattern names; the last matching pattern wins."""
+    return {name: style for pattern, style in styles.items() for name in matching(model, pattern)}
+
+
 def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the tensor style of each module that a pattern of the plan names; the last matching
-    pattern wins.
+    """Return the tensor style of each module that a pattern of the plan names.
+
+    Raises ConfigError for patterns that match none.
     """
-    names = [name for name, _ in model.named_modules()]
-    styles, problems = {}, []
-    for pattern, style in plan.tensor.items():
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        styles |= dict.fromkeys(matching, style)
-        if not matching and pattern not in plan.optional:
-            problems.append(
-                f"The plan's tensor pattern {pattern!r} matches no module of "
-                f"{type(model).__name__}: correct plan.py"
-            )
-    if problems:
-        raise ConfigError(problems)
-    return styles
+    if lacking := [p for p in plan.tensor if p not in plan.optional and not matching(model, p)]:
+        name = type(model).__name__
+        raise ConfigError([
+            f"The plan's tensor pattern {p!r} matches no module of {name}: correct plan.py"
+            for p in lacking
+        ])  # fmt: skip
+    return styles_of(model, plan.tensor)
 
 
 def shard_modules(

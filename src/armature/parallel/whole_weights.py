@@ -12,12 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
+def reshard(model: nn.Module) -> None:
+    """Let the next forward of each unit gather weights as they are now."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """Within this context all weights inside are ordinary tensors; see `armature.whole_weights`."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # else a forward's copy would be changed
+    reshard(module)  # else a forward's copy would be changed
     held = [
         (part, name, param)
         for part in module.modules()

@@ -259,8 +259,7 @@ def device_memory_bytes(cfg: DictConfig) -> int | None:
     if cfg.trainer.accelerator == "gpu":
         return hardware.gpu_memory_bytes()
     if cfg.trainer.accelerator == "cpu":
-        ram = hardware.ram_bytes()
-        return ram // cfg.trainer.devices if ram is not None else None
+        return hardware.ram_bytes() // cfg.trainer.devices
     return None
 
 

@@ -259,7 +259,7 @@ def _this_cpu() -> Device:
     return Device(
         name=THIS,
         accelerator="cpu",
-        memory_bytes=hardware.ram_bytes() or 16 * GIB,
+        memory_bytes=hardware.ram_bytes(),
         peak_flops=peaks,
         memory_bytes_per_second=rate,
         link_bytes_per_second=rate / 2,

@@ -31,7 +31,7 @@ from armature.parallel import (
     whole_weights,
 )
 from armature.parallel.context import Positions
-from armature.parallel.split import Schedule
+from armature.parallel.split import Schedule, bubble_share
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "expert": expert,
         }
         self.fetches_weights = cpu_offload
-        self.applied: list[apply.ParallelizedModel] = []
+        # of each model one per pipeline stage that this rank holds; without a pipeline, the model
+        self.parts: list[nn.Module] = []
         self.averaged: gradients.AveragedGradients | None = None
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
@@ -279,7 +280,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         for name, model in models:
             own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
             loaded = {each for each in own if not self.is_drawn(f"{name}.{each}")}
-            applied = apply.parallelize(
+            runner = apply.parallelize(
                 model,
                 plans[name],
                 self.device_mesh,
@@ -291,9 +292,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 expert_ranks=self.expert_ranks,
                 listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
             )
-            if applied.runner is not None:
-                applied.runner.loss_scale = self.loss_scale
-            self.applied.append(applied)
+            if runner is not None:
+                runner.loss_scale = self.loss_scale
+            self.parts += [model] if runner is None else runner.stages.parts
             whole_weights.accept(model)
         # sharded weights take over attributes, such as `_no_weight_decay` (S4, Mamba)
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -304,7 +305,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._replicate_others(
             module, {param for _, model in models for param in model.parameters()}
         )
-        self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+        self.bubble_share = bubble_share(
+            options.schedule, ranks=self.sizes["pipe"], microbatches=options.microbatches
+        )
 
     @override
     def replicated_weights(self) -> dict[str, nn.Parameter]:
@@ -394,7 +397,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             super().reduce_changed(unfrozen or changed)
         if not unfrozen:
             return  # FSDP may still reduce them later
-        for part in (part for applied in self.applied for part in applied.parts):
+        for part in self.parts:
             apply.learn_gradient_types(part)
         if self.averaged is not None:
             self.averaged.add(param for param in unfrozen if not units.is_sharded(param))
@@ -415,17 +418,15 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 return result
 
             result = super().optimizer_step(optimizer, compute_and_split, *args, **kwargs)
-        for applied in self.applied if self.sizes["pipe"] == 1 else ():
-            apply.reshard(applied.parts[0])
+        for part in self.parts if self.sizes["pipe"] == 1 else ():
+            whole_weights.reshard(part)
         return result
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        parts = [] if self.reduce_every_microbatch or self.sizes["pipe"] > 1 else self.applied
-        switched = [
-            part for applied in parts for part in applied.parts if isinstance(part, FSDPModule)
-        ]
+        parts = [] if self.reduce_every_microbatch or self.sizes["pipe"] > 1 else self.parts
+        switched = [part for part in parts if isinstance(part, FSDPModule)]
         for part in switched:
             part.set_requires_gradient_sync(False)
         if self.averaged is not None:

@@ -10,33 +10,40 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from armature import files, hardware
 from armature.checkpoint import resume
-from armature.data import batching
-from armature.errors import ConfigError
+from armature.config import OF_ONE_CLASS, OPEN, unresolved
+from armature.data import batching, sources
+from armature.errors import ConfigError, error_line
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.models.plan import module_beside
 from armature.planning import auto
 from armature.validation import (
     combinations,
-    data_sources,
     foreign_keys,
     lightning_parts,
-    numbers,
     relations,
     signatures,
     targets,
     values,
 )
+from armature.validation.composing import instantiate
 
 MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
-CLASSES = ("task", "model", "data", "optimizer", "scheduler", "strategy", "callbacks", "logger")
+CLASSES = (*OF_ONE_CLASS, *OPEN)
 # keys that decide the layout
 OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.")
+# by `_target_`: what looks for data.path without torch, in data modules that have no source
+_FIND = {
+    "armature.data.table.TableData": sources.find,
+    "armature.data.labeled_text.LabeledTextData": sources.find,
+    "armature.data.image_folder.ImageFolderData": sources.check_class_folders,
+}
 _REFERENCE = r"\$\{([\w.]+)\}"
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
@@ -76,7 +83,7 @@ def typed_problems(
     Args:
         uncertain: groups whose classes are not those that were meant.
     """
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    raw = unresolved(cfg)
     typed = {each.lstrip("+~").partition("=")[0] for each in overrides}
     found = values.wrong_of(typed, raw) | {k: v for k, v in values.secrets(raw) if k in typed}
     of_classes = [key for key in _of_classes(cfg, overrides) if key.split(".")[0] not in uncertain]
@@ -93,8 +100,7 @@ def typed_problems(
 
 def _of_classes(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of which only their group's class knows whether it takes them."""
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
-    known = {*values.schema(raw), *values.OF_OPTIMIZERS}
+    known = {*values.schema(unresolved(cfg)), *values.OF_OPTIMIZERS}
     pairs = [(each, each.lstrip("+~").partition("=")[0]) for each in overrides]
     return [
         key
@@ -112,7 +118,7 @@ def _checked(
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
-    cfg = pretrained.fill(numbers.written_out(cfg))
+    cfg = pretrained.fill(values.written_out(cfg))
     wrong, chosen = values.wrong(cfg, plain(cfg)), None
     unsound = _target_problems(cfg, known=wrong) + _device_problems(cfg)
     problems = [*wrong.values(), *unsound]
@@ -131,7 +137,7 @@ def _checked(
         problems += lightning_parts.unused_problems(cfg, overrides)
     problems += values.switch_problems(overrides) + _own_problems(cfg)
     if open_data and complete and not any(key.startswith("data.") for key in wrong):
-        problems += data_sources.problems(cfg, prepare=prepare and not problems)
+        problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(problems)
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
@@ -185,9 +191,8 @@ def plain(node: DictConfig) -> dict[str, Any]:
 
 def _group_problems(cfg: DictConfig) -> list[str]:
     """Return the groups that are lists."""
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
-    found = []
-    for name in ("task", "model", "data", "optimizer", "scheduler", "strategy"):
+    raw, found = unresolved(cfg), []
+    for name in OF_ONE_CLASS:
         # scheduler=null arrives as []
         if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):
             found.append(
@@ -198,10 +203,9 @@ def _group_problems(cfg: DictConfig) -> list[str]:
 
 
 def _missing_problems(cfg: DictConfig) -> list[str]:
-    raw = OmegaConf.to_container(cfg, resolve=False)
     return [
         f"{path}: a value is required. Type {path}=…"
-        for path, value in values.walk(raw)
+        for path, value in values.walk(unresolved(cfg))
         if value == "???"
     ]
 
@@ -209,7 +213,7 @@ def _missing_problems(cfg: DictConfig) -> list[str]:
 def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Return the keys that `+` added to the core's own groups."""
     problems = []
-    for key in values.unknown(OmegaConf.to_container(cfg, resolve=False)):  # pyright: ignore[reportArgumentType]
+    for key in values.unknown(unresolved(cfg)):
         remedy = foreign_keys.remedy(key)
         hint = (
             f" {remedy}" if remedy else foreign_keys.nearest(key, [*values.OF_CORE, *values.GROUPS])
@@ -234,9 +238,8 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
     """Return the references that cannot be resolved, with what to type instead."""
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
     found: list[str] = []
-    for path, value in values.walk(raw):
+    for path, value in values.walk(unresolved(cfg)):
         if isinstance(value, str) and "${" in value:
             try:
                 OmegaConf.select(cfg, path)
@@ -247,7 +250,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
 
 def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseException) -> list[str]:
     """Return why a value cannot be resolved."""
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    raw = unresolved(cfg)
     for name in re.findall(_REFERENCE, value):
         if values.select(raw, name) is not values.UNSET:
             continue
@@ -326,20 +329,15 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         if devices not in ("auto", 1):
             instead = "trainer.devices=1, or trainer.accelerator=cpu"
             return [f"trainer.devices={devices}: mps is one device. Type {instead}."]
-    most = max(MOST_PROCESSES, 8 * hardware.cpu_count())
-    if accelerator == "cpu" and devices != "auto" and devices > most:
-        return [
-            f"trainer.devices={devices}: this machine has {hardware.cpu_count()} CPUs. Type {most} "
-            "or less."
-        ]
-    if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
-        log.warning(
-            "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
-            "less.",
-            devices,
-            hardware.cpu_count(),
-            hardware.cpu_count(),
-        )
+    cpus = hardware.cpu_count()
+    if accelerator != "cpu" or devices == "auto" or devices <= cpus:
+        return []
+    if devices > (most := max(MOST_PROCESSES, 8 * cpus)):
+        return [f"trainer.devices={devices}: this machine has {cpus} CPUs. Type {most} or less."]
+    log.warning(
+        "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
+        "less.", devices, cpus, cpus,
+    )  # fmt: skip
     return []
 
 
@@ -398,20 +396,47 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     return problems
 
 
+def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
+    """Return why the data are not there. Prepare their source once, so that the ranks only open it;
+    if the run is refused anyway, check it quickly.
+    """
+    source = OmegaConf.select(cfg, "data.source")
+    has_source = isinstance(source, DictConfig)
+    find = None if has_source else _FIND.get(OmegaConf.select(cfg, "data._target_"))
+    if not has_source and find is None:
+        return []
+    if "path" in cfg.data and not cfg.data.path:
+        other = " For the standard library's source type data=stdlib." if has_source else ""
+        return [f"data.path=null: name a file, a folder or a pattern.{other}"]
+    try:
+        if find is not None:
+            find(cfg.data.path)
+            return []
+        made = instantiate(source, _convert_="all")
+        if prepare:
+            made.prepare()
+        elif hasattr(made, "check"):
+            made.check()
+    except ConfigError as error:
+        return error.problems
+    except (HydraException, OSError, RecursionError, TypeError, ValueError) as error:
+        # a folder that may not be read
+        key = "data.path" if find is not None else "data.source"
+        rest = "" if find is not None else " and the other keys of data.source"
+        return [f"{key}: {error_line(error.__cause__ or error)}. Check data.path{rest}."]
+    return []
+
+
 def _logger_problems(cfg: DictConfig) -> list[str]:
-    loggers = cfg.logger.items() if isinstance(cfg.logger, DictConfig) else ()
-    of_wandb = {
-        str(name): node
-        for name, node in loggers
-        if isinstance(node, DictConfig) and "wandb" in str(node.get("_target_", "")).lower()
-    }
     if os.environ.get("WANDB_MODE", "online") != "online":
         return []
     return [
-        f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb "
-        f"login`), or type logger.{name}.offline=true."
-        for name, node in of_wandb.items()
-        if not node.get("offline", False) and not _has_wandb_key()
+        f"{key.replace('.', '=')}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or "
+        f"run `wandb login`), or type {key}.offline=true."
+        for key, target in signatures.targets_in(cfg, "logger")
+        if "wandb" in target.lower()
+        and not OmegaConf.select(cfg, f"{key}.offline")
+        and not _has_wandb_key()
     ]
 
 
@@ -446,15 +471,15 @@ def _name_problems(name: str | None) -> list[str]:
 
 
 def _folder_problems(key: str, folder: str | None) -> list[str]:
-    if folder is not None and not folder.isprintable():
+    if folder is None:
+        return []
+    if not folder.isprintable():
         return [f"{key}={folder!r}: holds characters that cannot be printed. Type another {key}."]
-    if folder is not None and "://" in folder and key == "run.root":
+    if "://" in folder:
         return [
             f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for "
             "the checkpoints."
-        ]
-    if folder is None or "://" in folder:
-        return []
+        ] * (key == "run.root")
     try:
         existing = files.nearest_existing(Path(os.path.expanduser(folder)))
     except (OSError, ValueError) as error:

@@ -116,8 +116,7 @@ class Run:
 
     @cached_property
     def is_manual(self) -> bool:
-        """Whether the task sets `self.automatic_optimization = False`."""
-        return signatures.assigns(str(self.task.get("_target_")), "automatic_optimization", False)
+        return signatures.optimizes_manually(str(self.task.get("_target_")))
 
     @cached_property
     def accumulates(self) -> bool:

@@ -31,9 +31,6 @@ from armature.sweeps import space
 from armature.validation import foreign_keys, values
 from armature.validation.composing import composing
 
-_ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
-
-OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
 # of CPU time for trying all but the first: a machine that stands still must not skip any
 MOST_SECONDS = 4.0
@@ -56,8 +53,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
     The options of groups are composed once, and each other override is applied to the result.
     """
     with _hydra(overrides):
-        folders, sound, keys, problems = _folders(), [], [], []
-        groups, failed = _groups(folders), []
+        groups, sound, keys, failed, problems = _groups(), [], [], [], []
         for each in (each for each in overrides if each not in _searched):
             parsed = parse_override(each)
             if parsed is None:
@@ -67,7 +63,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                 problems += [] if sweep else [_several(each)]
             elif not ("/" in parsed.key_or_group or parsed.key_or_group in groups):
                 keys.append((each, parsed))
-            elif parsed.key_or_group in groups and None in _files(parsed, folders).values():
+            elif parsed.key_or_group in groups and None in _files(parsed).values():
                 failed.append((each, MissingConfigException("")))
             else:
                 sound.append(each)
@@ -84,7 +80,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
         for each, parsed in keys:
             if (problem := apply(cfg, parsed)) is not None:
                 failed.append((each, problem))
-        problems += [_describe(problem, each, cfg, groups, folders) for each, problem in failed]
+        problems += [_describe(problem, each, cfg) for each, problem in failed]
         problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
     # Hydra makes a sweep's folder
     if isinstance(error, OSError) and error.filename and not problems:
@@ -132,7 +128,7 @@ def _several(override: str) -> str:
     )
 
 
-def _files(parsed: Override, folders: list[Path]) -> dict[str, Path | None]:
+def _files(parsed: Override) -> dict[str, Path | None]:
     """Return the file of each option that is chosen of a group, or None if it has none."""
     chosen, typed = parsed.value(), str(parsed.input_line).partition("=")[2].strip("'\"")
     if chosen is None or parsed.is_delete():
@@ -140,7 +136,7 @@ def _files(parsed: Override, folders: list[Path]) -> dict[str, Path | None]:
     return {
         str(name): next(filter(Path.is_file, files), None)
         for name in (chosen if isinstance(chosen, list) else [typed])
-        for files in [[each / parsed.key_or_group / f"{name}.yaml" for each in folders]]
+        for files in [[each / parsed.key_or_group / f"{name}.yaml" for each in _folders()]]
     }
 
 
@@ -179,7 +175,6 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
             another launcher sends elsewhere are only composed.
     """
     with _hydra(overrides):
-        folders = _folders()
         try:
             fixed, values, here = _sweep(overrides)
         except ConfigError as error:
@@ -197,7 +192,9 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
                 break
             made = _composed((*others, *value), hydra=False)
             if isinstance(made, Exception):
-                found += [_describe_trial(made, each, others, folders) for each in value]
+                alone = _composed((*others,))
+                cfg = OmegaConf.create() if isinstance(alone, Exception) else alone
+                found += [_describe(made, each, cfg) for each in value]
             elif here:
                 try:
                     check(made)
@@ -310,33 +307,20 @@ def _folders() -> list[Path]:
     ]
 
 
-def _groups(folders: list[Path]) -> dict[str, list[str]]:
+def _groups() -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
-    for root in folders:
+    for root in _folders():
         for folder in (each for each in root.rglob("*") if each.is_dir()):
             options = (file.stem for file in folder.glob("[!_]*.yaml") if file.is_file())
             found.setdefault(str(folder.relative_to(root)), set()).update(options)
     return {group: sorted(options) for group, options in found.items()}
 
 
-def _describe_trial(error: Exception, override: str, others: list[str], folders: list[Path]) -> str:
-    """Return what is wrong with one value of a sweep beside those of its other keys."""
-    made = _composed((*others,))
-    cfg = OmegaConf.create() if isinstance(made, Exception) else made
-    return _describe(error, override, cfg, _groups(folders), folders)
-
-
-def _describe(
-    error: Exception,
-    override: str,
-    cfg: DictConfig,
-    groups: dict[str, list[str]],
-    folders: list[Path],
-) -> str:
+def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     """Return what is wrong with an override, and what to type instead."""
     if (parsed := parse_override(override)) is None:
         return of_no_form(override)
-    key, value = parsed.key_or_group, override.partition("=")[2]
+    key, value, groups = parsed.key_or_group, override.partition("=")[2], _groups()
     if key == _PARAMS[:-1]:
         return (
             f"{override}: it takes no values from here. Type each key by itself, as in -m "
@@ -348,7 +332,7 @@ def _describe(
         plain = parse_override(without)
         wrong = apply(cfg, plain) if plain is not None and key not in groups else None
         return (
-            _describe(wrong, without, cfg, groups, folders)
+            _describe(wrong, without, cfg)
             if wrong is not None
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
@@ -359,7 +343,7 @@ def _describe(
     if key.partition(".")[0] == "hardware":
         return f"{override}: {_PLANNED}"
     if key in groups:
-        files, options = _files(parsed, folders), groups[key]
+        files, options = _files(parsed), groups[key]
         lacking = [each for each, file in files.items() if file is None]
         if not lacking:
             *_, file = [None, *files.values()]
@@ -384,10 +368,12 @@ def _describe(
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
     add = ""  # the class may take an argument that the option's file does not name
-    is_open = group in OPEN or _has_class(cfg, key.rpartition(".")[0])
+    holder, _, last = key.rpartition(".")
+    node = OmegaConf.select(cfg, holder) if holder else None
+    is_open = group in config.OPEN or (isinstance(node, DictConfig) and "_target_" in node)
     if is_open and name and not override.startswith("+"):
         add = f" To add it, type +{override}."
-    options = _candidates(group, name.rpartition(".")[2], folders) if name else []
+    options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
         have = "has" if len(having) == 1 else "have"
@@ -395,17 +381,11 @@ def _describe(
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
-def _has_class(cfg: DictConfig, key: str) -> bool:
-    """Return whether a class or function is called with the keys of a node."""
-    node = OmegaConf.select(cfg, key) if key else None
-    return isinstance(node, DictConfig) and "_target_" in node
-
-
-def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
+def _candidates(group: str, word: str) -> list[str]:
     """Return the options of a group whose file has this word, or takes keys from another."""
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
-        for each in folders
+        for each in _folders()
         for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
@@ -460,17 +440,17 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
 def _content(file: Path) -> Any:
     """Return what a file holds, or {} if it cannot be read."""
     with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        return config.unresolved(OmegaConf.load(file))
     return {}
 
 
 def _no_groups(read: dict[str, Any]) -> list[str]:
     """Return the groups that a file makes something else."""
     found = []
-    groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
-    for key in sorted(groups & read.keys()):
+    names = {f.name for f in fields(config.Config) if is_dataclass(f.type)}
+    for key in sorted({*names, *config.OPEN, *config.OF_ONE_CLASS} & read.keys()):
         if not isinstance(value := read[key], dict) and value is not None:
-            form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
+            form = "{NAME: {_target_: …}}" if key in config.OPEN else "{KEY: VALUE}"
             found.append(
                 f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
             )

@@ -153,13 +153,8 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
         found = FOREIGN.get(f"strategy={value}", found)
     if found is None:
         return None
-    for name, text in {
-        "{value}": value,
-        "{items}": ",".join(items),
-        "{count}": str(len(items)),
-    }.items():
-        found = found.replace(name, text)
-    return found.rstrip("….") + "."
+    found = found.replace("{value}", value).replace("{items}", ",".join(items))
+    return found.replace("{count}", str(len(items))).rstrip("….") + "."
 
 
 def ineffective(overrides: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature.config import unresolved
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
@@ -31,16 +32,22 @@ def warn_of_unused_groups(cfg: DictConfig) -> None:
         )
 
 
+def _unread(cfg: DictConfig) -> list[str]:
+    """Return the groups that the task neither takes nor refers to."""
+    written = str(unresolved(cfg.task))
+    return [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
+
+
 def misplaced_problems(cfg: DictConfig) -> list[str]:
     """Return the keys of the task that a file, such as an experiment, sets in a group that the task
     does not take.
     """
     if OmegaConf.select(cfg, "task._target_") is None:
         return []
-    written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
-    for group in signatures.unused(cfg.task):
+    found = []
+    for group in _unread(cfg):
         node = cfg[group]
-        if not isinstance(node, DictConfig) or f"${{{group}" in written:
+        if not isinstance(node, DictConfig):
             continue
         definition = signatures.find_definition(str(node.get("_target_")))
         taken = signatures.signature_of(definition).parameters if definition is not None else {}
@@ -61,13 +68,11 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of a group that the task does not take, if the task has one of its own
     of this name.
     """
-    written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
-    # a task that refers to a group takes its values
-    unused = [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
+    unread, found = _unread(cfg), []
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         group, dot, _ = key.partition(".")
-        if dot and group in unused and OmegaConf.select(cfg, f"task.{key}") is not None:
+        if dot and group in unread and OmegaConf.select(cfg, f"task.{key}") is not None:
             found.append(f"{override}: task sets its own {group}. Type task.{key}={value}.")
     return found
 

@@ -6,7 +6,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
 from armature.data import batching
-from armature.errors import ConfigError
 from armature.layout import STRATEGIES, Layout
 from armature.validation import checks, micro_batch
 
@@ -108,7 +107,4 @@ def _is_valid(cfg: DictConfig, changes: Mapping[str, object]) -> bool:
     OmegaConf.set_struct(changed, False)
     for key, value in changes.items():
         OmegaConf.update(changed, key, value, merge=False)
-    try:
-        return not checks.layout_problems(changed)
-    except ConfigError:
-        return False
+    return not checks.layout_problems(changed)

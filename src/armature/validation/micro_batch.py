@@ -50,21 +50,14 @@ def recorded(cfg: DictConfig) -> int | None:
     folder = Path(cfg.run.dir)
     if not (folder / "config.yaml").is_file() and cfg.resume not in resume.MODES:
         folder = resume.run_of(resume.to_path(cfg.resume))
-    try:
-        there = (
-            run_dir.read(folder)
-            if folder is not None and (folder / "config.yaml").is_file()
-            else None
-        )
-    except ConfigError:  # damaged: whatever needs it reports it
+    if folder is None:
         return None
-    size = _found(there) if there is not None else None
-    if (
-        there is None
-        or size is None
-        or not is_auto(there)
-        or checks.layout_problems(with_size(cfg, size))
-    ):
+    try:
+        there = run_dir.read(folder)
+    except ConfigError:  # there is none, or it is damaged: whatever needs it reports it
+        return None
+    size = _found(there)
+    if size is None or not is_auto(there) or checks.layout_problems(with_size(cfg, size)):
         return None
     return size if _circumstances(there) == _circumstances(cfg) else None
 

@@ -71,11 +71,8 @@ def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | st
         batching.configured_batch_size(cfg.data),
         micro_batch.decided(cfg).data.micro_batch_size,
     )
-    if size is None:  # only the loaders of a plain LightningDataModule know it
-        yield current
-        return
-    share, rest = divmod(size, data_ranks)
-    if rest:
+    share, rest = divmod(size or 0, data_ranks)
+    if size is None or rest:  # None: only the loaders of a plain LightningDataModule know it
         yield current
         return
     micro = size // Layout.of(cfg).data_ranks if current == "auto" else current

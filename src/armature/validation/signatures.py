@@ -141,11 +141,8 @@ def derives(found: Any, names: Collection[str]) -> bool | None:
 
 def derives_from(target: str, base: str) -> bool:
     """Return whether a class is, or derives from, the class of the dotted name `base`."""
-    return base in [name_of(each) for each in lineage(target, libraries=True)]
-
-
-def name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    kinds = lineage(target, libraries=True)
+    return base in [f"{each.__module__}.{each.__qualname__}" for each in kinds]
 
 
 def _methods(target: str, *, of_ours: bool = True) -> Iterator[tuple[str, FunctionType]]:
@@ -179,13 +176,13 @@ def class_attribute(target: str, name: str) -> Any | None:
     return next((vars(each)[name] for each in lineage(target) if name in vars(each)), None)
 
 
-def assigns(target: str, name: str, value: bool) -> bool:
-    """Return whether a method of a class sets `self.<name>` to true or false."""
+def optimizes_manually(target: str) -> bool:
+    """Return whether a method of a class sets `self.automatic_optimization = False`."""
     for _, method in _methods(target):
         steps = list(dis.get_instructions(method))
         for place, step in enumerate(steps):
-            if step.opname == "STORE_ATTR" and step.argval == name:
-                return steps[place - 2].argval is value
+            if step.opname == "STORE_ATTR" and step.argval == "automatic_optimization":
+                return steps[place - 2].argval is False
     return False
 
 

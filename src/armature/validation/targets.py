@@ -239,7 +239,9 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
             f"'{PACKAGES_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
         )
     # by its name first: a refused module is not even imported
-    if refused := _refusal(what, "os" if "._" in target and _is_limited(target) else target):
+    if refused := _refusal(
+        what, "os" if "._" in target and target.split(".")[0] in CLASSES else target
+    ):
         return refused
     if (found := signatures.find_definition(target)) is None:
         return None
@@ -256,11 +258,6 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
             "your own class in src/."
         )
     return _refusal(what, target, is_class=is_class) or _refusal(what, defined, is_class=is_class)
-
-
-def _is_limited(target: str) -> bool:
-    """Return whether only parts of the target's package may be named."""
-    return target.split(".")[0] in CLASSES
 
 
 def _refusal(what: str, name: str, *, is_class: bool | None = None) -> str | None:
@@ -292,7 +289,7 @@ def _refusal(what: str, name: str, *, is_class: bool | None = None) -> str | Non
 # ---------------------------------------------------------------- what each group needs
 def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield groups that hold no `_target_` where one is needed."""
-    for group in ("callbacks", "logger"):
+    for group in config.OPEN:
         members = cfg.get(group) or {}
         if not isinstance(members, dict):
             yield f"{group}={members!r}: must be a mapping of names. Type {group}=null for none."
@@ -329,12 +326,7 @@ def _role_problems(
     passes.
     """
     group, _, rest = path.partition(".")
-    if (
-        group not in ROLES
-        or "." in rest
-        or "[" in rest
-        or bool(rest) != (group in ("callbacks", "logger"))
-    ):
+    if group not in ROLES or "." in rest or "[" in rest or bool(rest) != (group in config.OPEN):
         if node.get("_partial_") or not complete:
             return []
         return _missing(path, node, definition, passed=0, by_name=())

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -29,10 +30,11 @@ from armature.config import (
     Precision,
     Seed,
     Word,
+    unresolved,
 )
 from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
-from armature.validation import foreign_keys
+from armature.validation import foreign_keys, signatures
 
 # what others call it → here
 ALIASES = {
@@ -321,7 +323,7 @@ def wrong(cfg: DictConfig, plain: dict[str, Any]) -> dict[str, str]:
     configuration.
     """
     found = _all_wrong(plain)
-    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    raw = unresolved(cfg)
     # a reference is right where its key is
     referring = {key: str(select(raw, key))[2:-1] for key in found}
     found = {key: text for key, text in found.items() if referring[key] not in found}
@@ -525,6 +527,52 @@ def switch_problems(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------- numbers
+def written_out(cfg: DictConfig) -> DictConfig:
+    """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no
+    types, and every value of the environment is a text.
+
+    A text becomes one where its key is meant to hold a number, such as one that takes a number or
+    `auto`.
+    """
+    cfg = cfg.copy()
+    for path, value in walk(unresolved(cfg)):
+        if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
+            found = OmegaConf.select(cfg, path)
+            found = _number(cfg, path, found) if isinstance(found, str) else found
+            if isinstance(found, int | float):
+                OmegaConf.update(cfg, path, found)
+    return cfg
+
+
+def _number(cfg: DictConfig, path: str, text: str) -> Any:
+    """Return the number, or true or false, that a text stands for at a key that is meant to hold
+    one: by its type, its argument's annotation or its default.
+    """
+    try:
+        number = OmegaConf.from_dotlist([f"number={text}"]).number
+    except yaml.YAMLError:
+        return text
+    if not isinstance(number, int | float):
+        return text
+    parent, _, key = path.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else None
+    target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+    hint = schema(OmegaConf.to_container(cfg)).get(path)  # pyright: ignore[reportArgumentType]
+    if hint is not None:
+        takes = [accepts(hint, each) for each in (number, text)]
+    elif (definition := signatures.find_definition(target)) is not None:
+        hint = signatures.signature_of(definition).parameters.get(key)
+        of_default = isinstance(signatures.defaults_of(target).get(key), int | float)
+        takes = [
+            signatures.accepts(hint, number),
+            not of_default and signatures.accepts(hint, text),
+        ]
+    else:
+        return text
+    return number if takes == [True, False] else text
+
+
 # ---------------------------------------------------------------- secrets
 def secrets(raw: dict[str, Any]) -> Wrong:
     """Yield keys whose typed values look secret, because config.yaml would hold them.
@@ -547,13 +595,14 @@ def hide_secrets(cfg: DictConfig) -> None:
     """Keep secrets out of messages and logs: those that were typed, and environment variables if
     they, or the keys that refer to them, are secret.
     """
-    for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
-        if isinstance(value, str) and "${" not in value and is_secret(_leaf(path)):
+    for path, value in walk(unresolved(cfg)):
+        if not isinstance(value, str):
+            continue
+        secret = is_secret(_leaf(path))
+        if secret and "${" not in value:
             hide([value])  # another mistake's message may quote the mapping that holds it
-        for name in (
-            re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ()
-        ):
-            if is_secret(name) or is_secret(_leaf(path)):
+        for name in re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value):
+            if secret or is_secret(name):
                 hide([os.environ.get(name, "")])
 
 

@@ -139,7 +139,7 @@ def _objects() -> None:
     def receive(objects: Any, src: int | None = None, group: Any = None, **others: Any) -> None:
         dist.recv(byte(), src, group=group, group_src=others.get("group_src"))
 
-    process_group.gather_object = lambda obj, group=None: [obj] * process_group.ranks()
+    process_group.gather_object = lambda obj: [obj] * process_group.ranks()
     for owner in (dist, dist.distributed_c10d):
         owner.all_gather_object, owner.broadcast_object_list = all_gather_object, broadcast
         owner.send_object_list, owner.recv_object_list = send, receive
