@@ -15,6 +15,7 @@ from armature.parallel.initialization import initialize_by_name, materialize
 from armature.tasks.base import Task, WeightedMean, inputs_and_targets
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
+from tests.trainers import quiet_trainer
 
 # if Slurm is installed, Lightning asks whether to use it
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
@@ -67,16 +68,7 @@ class Data(L.LightningDataModule):
 
 
 def trainer(**options) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+    return quiet_trainer(max_steps=3, **options)
 
 
 def ready(task: Task) -> Task:
