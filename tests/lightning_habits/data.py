@@ -75,7 +75,7 @@ class Batched(Samples):
     """Serves whole batches, which is how a data module of ours collates."""
 
     def batch(self, indices):
-        return COLLATED[self.sample]([self[index] for index in indices])
+        return pack([self[index] for index in indices])
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
@@ -86,7 +86,6 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "tokens": tokens,
     "ragged": ragged,
 }
-COLLATED = {ragged: pack}
 # 6 batches of 8 per epoch
 RANGES = {"train": range(48), "val": range(100, 116), "test": range(200, 216)}
 
@@ -98,4 +97,4 @@ class SampleData(DataModule):
 
     def dataset(self, split):
         sample = SAMPLES[self.samples]
-        return (Batched if sample in COLLATED else Samples)(sample, RANGES[split])
+        return (Batched if sample is ragged else Samples)(sample, RANGES[split])
