@@ -130,8 +130,14 @@ def test_a_number_to_predict_may_be_minus_100():
     assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
 
 
-@pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
-@pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (FACTORIES["optimizer"], None),
+        (FACTORIES["optimizer"], schedules.wsd),
+        (functools.partial(Muon, lr=0.01), schedules.constant),
+    ],
+)
 def test_fits(optimizer, scheduler):
     task, data = (
         LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler),

@@ -237,10 +237,6 @@ def test_a_run_that_ended_continues_without_the_samples(train):
     ("overrides", "message"),
     [
         (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
-        (
-            ["trainer.on_nan=skip", "strategy=deepspeed"],
-            "on_nan=skip does not work with this strategy",
-        ),
         (["data.skip_steps=[0]"], r"data.skip_steps=\[0\]: must be a list of step numbers"),
     ],
 )
