@@ -10,17 +10,17 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotSaved
-from armature.strategies.single import SingleDevice
 from armature.training import checkpointing
 from armature.training.checkpointing import Checkpointing
 from armature.training.stop import StoppedBySignal
-from tests.running import train, write_corpus
 from tests.support.parity.harness import on_ranks
 from tests.support.volume import CollectiveCounter
+from tests.trainers import quiet_trainer
 
 POLICY = {
     "every_n_steps": 1,
@@ -41,7 +41,7 @@ class Trainer:
 
     is_global_zero, world_size, callbacks, strategy, should_stop = True, 1, (), None, False
 
-    def __init__(self, full_at: set[int]) -> None:
+    def __init__(self, *full_at: int) -> None:
         self.lightning_module = L.LightningModule()
         self.global_step, self.full_at = 0, full_at
 
@@ -65,10 +65,14 @@ class Quiet:
         """No rate."""
 
 
-def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
-    trainer: Any = Trainer(set())
+def made(folder: Path, **policy: Any) -> Checkpointing:
     log: Any = Quiet()
-    callback = Checkpointing(tmp_path, log, POLICY)
+    return Checkpointing(folder, log, POLICY | policy)
+
+
+def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
+    trainer: Any = Trainer()
+    callback = made(tmp_path)
     assert (callback.dirpath, callback.last_model_path, callback.best_model_path) == (
         str(tmp_path),
         "",
@@ -82,9 +86,8 @@ def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
 def saves(
     folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue"
 ) -> list[str]:
-    trainer: Any = Trainer(full_at)
-    log: Any = Quiet()
-    callback = Checkpointing(folder, log, POLICY | {"on_failure": on_failure})
+    trainer: Any = Trainer(*full_at)
+    callback = made(folder, on_failure=on_failure)
     for step in range(1, steps + 1):
         trainer.global_step = step
         callback._save(trainer)
@@ -131,19 +134,18 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
         write(*args)
 
     monkeypatch.setattr(directory, "write_manifest", slow_write)
-    log: Any = Quiet()
-    trainer: Any = Trainer(set())
-    callback = Checkpointing(tmp_path, log, POLICY | {"background": True, "at_end": False})
-    trainer.global_step, trainer.should_stop = 1, False
+    trainer: Any = Trainer()
+    callback = made(tmp_path, background=True, at_end=False)
+    trainer.global_step = 1
     callback._save(trainer)
     assert not (tmp_path / "step=000001").exists()
     may_end.set()
     if hook == "end":
         end(callback, trainer)
     elif hook == "teardown":
-        callback.teardown(trainer, log, "fit")
+        callback.teardown(trainer, trainer, "fit")
     else:
-        callback.on_exception(trainer, log, ValueError("another rank's"))
+        callback.on_exception(trainer, trainer, ValueError("another rank's"))
     assert directory.problem(tmp_path / "step=000001") is None
     assert directory.read_last(tmp_path) == "step=000001"
 
@@ -153,12 +155,11 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(directory, "write_manifest", full_disk)
-    log: Any = Quiet()
-    trainer: Any = Trainer(set())
+    trainer: Any = Trainer()
     trainer.global_step = 1
-    callback = Checkpointing(tmp_path, log, POLICY | {"background": True})
+    callback = made(tmp_path, background=True)
     callback._save(trainer)
-    callback.on_exception(trainer, log, ValueError("the rank's own"))
+    callback.on_exception(trainer, trainer, ValueError("the rank's own"))
     assert (
         "The last checkpoint could not be saved: rank 0 failed: OSError: [Errno 28] No"
         in caplog.text
@@ -180,14 +181,11 @@ def in_the_background(
         write(*args)
 
     monkeypatch.setattr(directory, "write_manifest", full_disk)
-    log: Any = Quiet()
-    trainer: Any = Trainer(set())
-    trainer.global_step, trainer.should_stop, trainer.state = 1, False, SimpleNamespace(fn="fit")
+    trainer: Any = Trainer()
+    trainer.global_step, trainer.state = 1, SimpleNamespace(fn="fit")
     trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     monkeypatch.setattr(checkpointing, "OurTrainer", Trainer)
-    callback = Checkpointing(
-        folder, log, POLICY | {"background": True, "keep_best": 1, "on_failure": on_failure}
-    )
+    callback = made(folder, background=True, keep_best=1, on_failure=on_failure)
     callback._save(trainer, 0.5)
     return callback, trainer
 
@@ -223,13 +221,8 @@ def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
     collectives by step.
     """
     saved, sent = [], []
-    log: Any = Quiet()
     minutes = 0.0 if torch.distributed.get_rank() else 1000.0
-    callback = Checkpointing(
-        Path(),
-        log,
-        POLICY | {"every_n_steps": None, "every_n_minutes": minutes},
-    )
+    callback = made(Path(), every_n_steps=None, every_n_minutes=minutes)
     trainer: Any = SimpleNamespace(
         world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     )
@@ -254,29 +247,9 @@ def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
         assert sent == [(9, "all_reduce"), (19, "all_reduce")]
 
 
-class Module(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
-    trainer = L.Trainer(
-        strategy=SingleDevice(),
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(BoringModel())
     trainer.save_checkpoint(tmp_path / "step=000001")
     assert directory.problem(tmp_path / "step=000001") is None
     assert directory.read_last(tmp_path) is None
@@ -289,24 +262,9 @@ def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
         trainer.save_checkpoint(tmp_path / "step=000003", storage_options="s3")
 
 
-@pytest.mark.slow
-def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    args = ["run.name=a", "checkpoint.every_n_steps=2", "scheduler=constant"]
-    train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus)
-    (tmp_path / "outputs/a/checkpoints/last").unlink()
-    done = train(*args, cwd=tmp_path, corpus=corpus)
-    assert "step=000004, step 4" in done.stderr
-
-
 def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog):
-    log: Any = Quiet()
-
-    def made(**changes: Any) -> Checkpointing:
-        return Checkpointing(tmp_path, log, POLICY | {"keep_best": 1, **changes})
-
     (tmp_path / "step=000002").mkdir()
-    first = made()
+    first = made(tmp_path, keep_best=1)
     first.scores = {2: 0.5, 4: 0.4}  # the second was removed
     saved = first.state_dict()
     for changes, scores in [
@@ -314,7 +272,7 @@ def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog)
         ({"monitor": "val/accuracy"}, {}),
         ({"mode": "max"}, {}),
     ]:
-        resumed = made(**changes)
+        resumed = made(tmp_path, keep_best=1, **changes)
         resumed.load_state_dict(saved)
         assert resumed.scores == scores
     assert (
@@ -325,16 +283,9 @@ def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog)
 
 
 def test_the_best_one_stays_until_a_better_one_is_written(tmp_path, monkeypatch):
-    log: Any = Quiet()
-    trainer: Any = Trainer({3})  # the disk is full at step 3
-    policy = {
-        **POLICY,
-        "keep_best": 1,
-        "keep_last": 1,
-        "keep_every_n_steps": None,
-        "background": True,
-    }
-    callback = Checkpointing(tmp_path, log, policy)
+    trainer: Any = Trainer(3)  # the disk is full at step 3
+    policy = {"keep_best": 1, "keep_last": 1, "keep_every_n_steps": None}
+    callback = made(tmp_path, background=True, **policy)
     write, finish, finishing = directory.write_manifest, callback.writer.finish, threading.Event()
     monkeypatch.setattr(
         directory, "write_manifest", lambda *args: (finishing.wait(60), write(*args))

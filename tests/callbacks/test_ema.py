@@ -1,4 +1,4 @@
-"""The moving average against torch's own, and after a resume."""
+"""The moving average against torch's own, and its file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 
 from armature.callbacks.ema import EMA
 from armature.checkpoint import convert
-from armature.strategies.single import SingleDevice
+from tests.trainers import quiet_trainer
 
 DECAY = 0.05  # below 1/10, with which an average of ours begins
-Averages = list[dict[str, Tensor]]
 
 
 class Normalized(L.LightningModule):
@@ -65,48 +64,27 @@ class Torchs(L.Callback):
             )
 
 
-def fit(
-    *, epochs: int, ema: EMA, torchs: Torchs | None = None, resume: Path | None = None
-) -> L.Trainer:
+def fit(ema: EMA, *others: L.Callback) -> L.Trainer:
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=SingleDevice(),
-        max_epochs=epochs,
-        logger=False,
-        num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[ema, *([torchs] if torchs else [])],
-    )
+    trainer = quiet_trainer(max_epochs=2, callbacks=[ema, *others])
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 3
     loader = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
-    trainer.fit(Normalized(), loader, loader, ckpt_path=resume)
+    trainer.fit(Normalized(), loader, loader)
     return trainer
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_validation_sees_torchs_average_and_the_models_buffers() -> None:
     torchs = Torchs()
-    fit(epochs=2, ema=EMA(decay=DECAY), torchs=torchs)
+    fit(EMA(decay=DECAY), torchs)
     assert len(torchs.validated) == 8
     torch.testing.assert_close(torchs.validated, torchs.expected)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_average_survives_a_resume(tmp_path: Path) -> None:
-    straight, first, then = (EMA(decay=DECAY) for _ in range(3))
-    fit(epochs=3, ema=straight)
-    fit(epochs=2, ema=first).save_checkpoint(tmp_path / "step=000008")
-    fit(epochs=3, ema=then, resume=tmp_path / "step=000008")
-    torch.testing.assert_close(then.average, straight.average, rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
     ema = EMA(decay=DECAY)
-    trainer = fit(epochs=2, ema=ema)
+    trainer = fit(ema)
     trainer.save_checkpoint(tmp_path / "step=000008")
     convert.to_safetensors(tmp_path / "step=000008", tmp_path / "average.safetensors", average=True)
     written = load_file(tmp_path / "average.safetensors")

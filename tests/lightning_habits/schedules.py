@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
@@ -53,26 +52,6 @@ class Cyclic(Regressor):
         optimizer, shrinks = self.sgd(), lambda x: 0.9**x
         cyclic = lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, scale_fn=shrinks)
         return [optimizer], [{"scheduler": cyclic, "interval": "step"}]
-
-
-class WarmupCosine(lr_scheduler.LRScheduler):
-    """A schedule of one's own, with state."""
-
-    def __init__(self, optimizer, warmup: int = 4, total: int = 18):
-        self.warmup, self.total = warmup, total
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        if self.last_epoch < self.warmup:
-            return [base * (self.last_epoch + 1) / self.warmup for base in self.base_lrs]
-        share = (self.last_epoch - self.warmup) / (self.total - self.warmup)
-        return [base * 0.5 * (1 + math.cos(math.pi * share)) for base in self.base_lrs]
-
-
-class OwnSchedule(Regressor):
-    def configure_optimizers(self):
-        optimizer = self.sgd()
-        return [optimizer], [{"scheduler": WarmupCosine(optimizer), "interval": "step"}]
 
 
 class TimmSchedule:
@@ -168,13 +147,12 @@ class LoaderLength(Regressor):
 
 
 HABITS = [
-    ddp(Plateau, sample=True, resume=OWED_AT_END),
-    fsdp(Sequential),
     fsdp(OwnWarmup),
     ddp(Cyclic),
-    ddp(OwnSchedule),
-    fsdp(Timm),
+    ddp(Plateau, sample=True, resume=OWED_AT_END),
+    fsdp(Sequential),
     fsdp(FineSchedules, sample=True, resume=OWED),
     ddp(WarmsUp),
     ddp(LoaderLength, MICRO),
+    fsdp(Timm),
 ]

@@ -7,11 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import DataLoader
 
-from tests.lightning_habits import data
 from tests.lightning_habits.habit import ddp, fsdp
-from tests.lightning_habits.loaders import Vectors
 
 
 class PackedLSTM(L.LightningModule):
@@ -35,44 +32,6 @@ class PackedLSTM(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.shared_step(batch, "val")
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
-class Ragged(Vectors):
-    """A collate_fn, two workers."""
-
-    sample = staticmethod(data.ragged)
-
-    def train_dataloader(self):
-        return DataLoader(self.train, 8, shuffle=True, collate_fn=data.pack, num_workers=2)
-
-    def val_dataloader(self):
-        return DataLoader(self.val, batch_size=8, collate_fn=data.pack)
-
-
-class GraphNet(L.LightningModule):
-    """One big graph per batch: a nested dict of unequal first dimensions, with strings."""
-
-    def __init__(self):
-        super().__init__()
-        self.message, self.readout = nn.Linear(8, 12), nn.Linear(16, 1)
-
-    def loss(self, batch):
-        x, (source, target) = batch["graph"]["x"], batch["graph"]["edges"].T
-        messages = torch.relu(self.message(torch.cat([x[source], x[target]], dim=1)))
-        nodes = torch.cat([x, x.new_zeros(len(x), 12).index_add(0, target, messages)], dim=1)
-        owner, graphs = batch["graph"]["owner"], len(batch["ids"])
-        sums = x.new_zeros(graphs, 16).index_add(0, owner, nodes)
-        means = sums / owner.bincount(minlength=graphs)[:, None]
-        return F.mse_loss(self.readout(means)[:, 0], batch["target"]["y"])
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.loss(batch), batch_size=len(batch["ids"]), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -160,8 +119,6 @@ class TransformersLlama(LlamaModule):
 
 HABITS = [
     ddp(PackedLSTM, data="ragged", sample=True),
-    fsdp(PackedLSTM, data=Ragged, name="PackedByWorkers"),
-    ddp(GraphNet, data="graphs"),
-    fsdp(LlamaModule, data="tokens", sample=True),
     fsdp(TransformersLlama, data="tokens", needs="transformers"),
+    fsdp(LlamaModule, data="tokens", sample=True),
 ]

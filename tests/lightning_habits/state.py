@@ -11,23 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import armature
 from tests.lightning_habits import data
-from tests.lightning_habits.habit import INSIDE, SAVED, ddp, fsdp
+from tests.lightning_habits.habit import SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
 
 class Color(enum.Enum):
     RED = "red"
-
-
-class RichHparams(Regressor):
-    """Lists, paths, an enum, NumPy and torch values as hyperparameters."""
-
-    def __init__(self, sizes: list[int] | None = None, nested: dict | None = None):
-        super().__init__()
-        self.save_hyperparameters({"sizes": sizes, "path": Path("."), "color": Color.RED})
-        self.save_hyperparameters({"scale": np.float64(0.5), "nested": nested})
-        self.save_hyperparameters({"dtype": str(torch.float32), "mean": np.arange(3.0)})
-        self.hparams.lr = 0.05
 
 
 class ListHparams(Regressor):
@@ -194,28 +183,7 @@ class CountsIterator(Regressor):
         self.taken = checkpoint["taken"]
 
 
-class Stateful(Regressor):
-    """A running value that decides the loss, kept by hooks of the checkpoint."""
-
-    running = None
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        value = self.trainer.strategy.reduce(loss.detach())
-        self.running = value if self.running is None else 0.9 * self.running + 0.1 * value
-        return loss / self.running.clamp(min=0.1)
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["running"] = self.running
-
-    def on_load_checkpoint(self, checkpoint):
-        self.running = checkpoint["running"]
-        assert checkpoint["global_step"] in (9, 10)  # several ranks agree on a stop one step later
-        assert checkpoint["hyper_parameters"]["lr"] == 0.05
-
-
 HABITS = [
-    fsdp(RichHparams, "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}"),
     ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}"),
     ddp(NumpyState, resume=SAVED, sample=True),
     fsdp(ExtraState),
@@ -226,5 +194,4 @@ HABITS = [
     fsdp(OwnStateDict, twice=True),
     ddp(PerRank, random=True),
     fsdp(CountsIterator, sample=True),
-    ddp(Stateful, resume=INSIDE),
 ]

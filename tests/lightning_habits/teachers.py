@@ -191,71 +191,14 @@ class TeacherAtStart(SwapsAverage):
         return super().validation_step(batch, batch_idx)
 
 
-class TorchEMA:
-    """torch_ema's form: a list of shadows, which are swapped in and back."""
-
-    def __init__(self, parameters):
-        self.updates, self.parameters = 0, list(parameters)
-        self.shadows = [p.clone().detach() for p in self.parameters]
-
-    @torch.no_grad()
-    def update(self):
-        self.updates += 1
-        decay = min(0.9, (1 + self.updates) / (10 + self.updates))
-        for shadow, p in zip(self.shadows, self.parameters, strict=True):
-            shadow.sub_((1 - decay) * (shadow - p))
-
-    def store(self):
-        self.stored = [p.clone() for p in self.parameters]
-
-    def copy_to(self, values):
-        for value, p in zip(values, self.parameters, strict=True):
-            p.data.copy_(value.data)
-
-    def state_dict(self):
-        return {"updates": self.updates, "shadows": self.shadows}
-
-    def load_state_dict(self, state):
-        self.updates = state["updates"]
-        self.shadows = [
-            x.to(p.device, copy=True)
-            for x, p in zip(state["shadows"], self.parameters, strict=True)
-        ]
-
-
-class AveragedByPackage(Regressor):
-    """Averages are made in __init__, kept by the checkpoint's hooks, and validated."""
-
-    def __init__(self):
-        super().__init__()
-        self.ema = TorchEMA(self.parameters())
-
-    def on_before_zero_grad(self, *args):
-        self.ema.update()
-
-    def on_validation_epoch_start(self):
-        self.ema.store()
-        self.ema.copy_to(self.ema.shadows)
-
-    def on_validation_epoch_end(self):
-        self.ema.copy_to(self.ema.stored)
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["ema"] = self.ema.state_dict()
-
-    def on_load_checkpoint(self, checkpoint):
-        self.ema.load_state_dict(checkpoint["ema"])
-
-
 HABITS = [
     fsdp(MoCo, data="views", sample=True),
     fsdp(SimCLR, data="views"),
     ddp(BYOL, data="views"),
     fsdp(LateTeacher, data="views", also=WHOLE, twice=True),
     fsdp(Averaged),
+    ddp(Regressor, stock("EMAWeightAveraging", decay=0.9), name="EMAWeightAveraging"),
     fsdp(SwapsAverage, sample=True, resume=OWED),
     fsdp(TeacherAtStart, resume=INSIDE),
-    ddp(AveragedByPackage),
     fsdp(Regressor, callback(EMA, decay=0.9), name="OurEMA"),
-    ddp(Regressor, stock("EMAWeightAveraging", decay=0.9), name="EMAWeightAveraging"),
 ]

@@ -163,14 +163,6 @@ def test_initial_weights_are_a_function_of_name_shape_and_generator():
     assert model.norm.weight.eq(1).all()
 
 
-@pytest.mark.slow
-def test_compiled_blocks_have_no_graph_break():
-    model = small()
-    rotary = model.rotary(device="cpu")
-    report = torch._dynamo.explain(model.blocks["0"])(torch.randn(2, 16, 32), rotary)
-    assert report.graph_break_count == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -123,9 +123,7 @@ def test_decoder_has_dense_blocks_first_and_trains() -> None:
     ids = torch.arange(32).view(2, 16)
     model(ids, ids).backward()
     assert all(param.grad is not None for param in model.parameters())
-    load = model.take_load(device=torch.device("cpu"))
-    assert load.sum(1).tolist() == [0, 64, 64]
-    model.rebalance(load)
+    model.rebalance(model.take_load(device=torch.device("cpu")))
     assert model.load_LE is not None
     assert model.load_LE.mean(1).tolist() == pytest.approx([0, 1, 1])
 

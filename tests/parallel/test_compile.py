@@ -22,7 +22,7 @@ from armature.models.decoder.generation import generate
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 from tests import running
-from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+from tests.support.parity.harness import Job, _fit, mesh, on_ranks
 
 # torch's own tracing reads .grad of tensors that are not leaves, and causes this warning
 pytestmark = pytest.mark.filterwarnings(
@@ -144,21 +144,13 @@ def compiled_in_a_fit(job: Job) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2)],
-    ids=lambda job: job.strategy,
+    [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, pipe=2)],
+    ids=["single", "ddp", "fsdp", "pipeline"],
 )
 def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
     job = replace(job, options={**job.options, "compile": "block"}, validate=True)
     graphs = 2 + (job.ranks == 1)  # Lightning's test is in inference mode, but not with gloo
     assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [graphs] * job.ranks
-
-
-@pytest.mark.slow
-def test_a_pipeline_stage_compiles_once_for_all_its_blocks() -> None:
-    """Once for training, and once for the test."""
-    job = LAYOUTS["pipeline 2, 1f1b"]
-    job = replace(job, options={**job.options, "compile": "block"})
-    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [2, 2]
 
 
 def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(

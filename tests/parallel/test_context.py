@@ -21,14 +21,10 @@ from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.context import LAYOUTS
 from tests.support.parity.harness import (
     DECODER,
-    Job,
-    alone,
-    difference,
-    fit_once,
+    assert_same,
     on_ranks,
 )
 
-TOLERANCE = 1e-5
 SAMPLE = [
     "context 4, for 2 key-value heads",
     "context 2, documents",
@@ -43,14 +39,6 @@ SAMPLE = [
     "context 2 × pipeline 2, 1f1b, unequal targets",
     "context 2 × pipeline 2, zero bubble",
 ]
-
-
-def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> None:
-    run, reference = fit_once(job), fit_once(alone(job))
-    far = difference(run, reference)
-    if job.validate:
-        far["val/loss"] = abs(run.facts["val/loss"] / reference.facts["val/loss"] - 1)
-    assert max(far.values()) <= tolerance, far
 
 
 @pytest.mark.slow
@@ -76,26 +64,22 @@ def test_bf16_equals_one_process_within_its_rounding(changes: dict[str, Any]) ->
     assert_same(replace(LAYOUTS["context 2"], **changes), tolerance=2e-2)
 
 
-@pytest.mark.slow
-def test_adapters_and_biases_and_weighted_norms_of_heads_train_as_in_one_process() -> None:
-    sizes = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted"}
-    adapter = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
-    assert_same(
-        replace(LAYOUTS["fsdp 2 × context 2"], model_args={**DECODER, **sizes}, adapter=adapter)
-    )
+HEADS = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted"}
+ADAPTER = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
 
 
 @pytest.mark.slow
-def test_the_moving_average_is_that_of_one_process() -> None:
-    assert_same(replace(LAYOUTS["context 2"], ema=0.9, validate=True))
-
-
-@pytest.mark.slow
-def test_muon_trains_as_in_one_process() -> None:
-    job = replace(
-        LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={}
-    )
-    assert_same(job)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fsdp 2 × context 2", {"model_args": {**DECODER, **HEADS}, "adapter": ADAPTER}),
+        ("context 2", {"ema": 0.9, "validate": True}),
+        ("context 2 × tensor 2", {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}}),
+    ],
+    ids=["adapters, biases, weighted norms of heads", "moving average", "Muon"],
+)
+def test_a_variant_trains_as_one_process_does(name: str, changes: dict[str, Any]) -> None:
+    assert_same(replace(LAYOUTS[name], **changes))
 
 
 # ---------------------------------------------------------------- calls of the model
@@ -124,7 +108,7 @@ def called(kind: str, context: int) -> tuple[float, dict[str, Any]]:
 def test_losses_that_the_caller_computes_have_the_gradients_of_one_process(kind: str) -> None:
     ((value, grads),) = on_ranks(called, kind, 1, ranks=1)
     for other, others in on_ranks(called, kind, 2, ranks=2):
-        assert other == pytest.approx(value, rel=TOLERANCE)
+        assert other == pytest.approx(value, rel=1e-5)
         assert others.keys() == grads.keys()
         for name, grad in grads.items():
             np.testing.assert_allclose(others[name], grad, rtol=1e-4, atol=1e-6)

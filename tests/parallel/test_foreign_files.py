@@ -76,17 +76,10 @@ def exchange(file: Path, content: bytes) -> None:
     (file.parent / directory.MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (pickle.dumps({"a": 1}), r"\.metadata: it cannot be read: it is damaged"),
-        (b"", r"\.metadata: it cannot be read: it is damaged"),
-        (b"junk", r"\.metadata: it cannot be read: it is damaged"),
-    ],
-)
-def test_an_index_of_tensors_that_is_none_is_named(saved, content, message):
+@pytest.mark.parametrize("content", [pickle.dumps({"a": 1}), b"", b"junk"])
+def test_an_index_of_tensors_that_is_none_is_named(saved, content):
     exchange(saved / directory.TENSOR_INDEX, content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"\.metadata: it cannot be read: it is damaged"):
         storage.read_metadata(saved)
 
 

@@ -8,34 +8,21 @@ import pytest
 from tests import running
 from tests.forked import Forks
 from tests.plain_parts import USES
+from tests.plain_runs import PlainRuns
 
 pytestmark = pytest.mark.slow
 GUARANTEED = ("embedding", "bare_weight", "number")
-CONFIGS = str(running.ROOT / "tests" / "plain_configs")
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as started:
-        yield started
+def runs(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as forks:
+        yield PlainRuns(forks)
 
 
-def assert_same_under_fsdp(forks, *overrides):
-    for name, ranks, words in (("single", 1, ()), ("fsdp", 2, ("strategy=fsdp",))):
-        forks.train(
-            "--config-dir",
-            CONFIGS,
-            "experiment=plain",
-            *overrides,
-            f"trainer.devices={ranks}",
-            f"run.name={'-'.join((name, *overrides))}",
-            *words,
-            ranks=ranks,
-            seconds=120,
-        )
+def assert_same_under_fsdp(runs, *overrides):
     single, fsdp = (
-        running.rows(forks.cwd / "outputs" / "-".join((name, *overrides)))
-        for name in ("single", "fsdp")
+        running.rows(runs.train(*overrides, layout=layout)[0]) for layout in ("single", "fsdp")
     )
     assert len(single) == len(fsdp) > 0
     for row, other in zip(single, fsdp, strict=True):
@@ -52,15 +39,15 @@ def assert_same_under_fsdp(forks, *overrides):
     "use",
     [pytest.param(use, marks=[pytest.mark.guarantee] if use in GUARANTEED else []) for use in USES],
 )
-def test_a_layer_called_apart_has_the_values_of_one_process(use, forks):
-    assert_same_under_fsdp(forks, f"+task.use={use}", "data.eval_batch_size=1")
+def test_a_layer_called_apart_has_the_values_of_one_process(use, runs):
+    assert_same_under_fsdp(runs, f"+task.use={use}", "data.eval_batch_size=1")
 
 
 @pytest.mark.guarantee
-def test_ranks_with_unequal_last_batches_make_the_same_calls(forks):
-    assert_same_under_fsdp(forks, "+data.batch_size=4", "+data.held_out=7")
+def test_ranks_with_unequal_last_batches_make_the_same_calls(runs):
+    assert_same_under_fsdp(runs, "+data.batch_size=4", "+data.held_out=7")
 
 
-def test_numbers_of_averages_and_gradients_stay_as_they_are(forks):
-    assert_same_under_fsdp(forks, "+task.average=tensor")
-    assert_same_under_fsdp(forks, "task._target_=tests.plain_parts.ByHand")
+def test_numbers_of_averages_and_gradients_stay_as_they_are(runs):
+    assert_same_under_fsdp(runs, "+task.average=tensor")
+    assert_same_under_fsdp(runs, "task._target_=tests.plain_parts.ByHand")

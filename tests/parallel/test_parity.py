@@ -11,17 +11,23 @@ import pytest
 
 from tests.support.parity import context
 from tests.support.parity.harness import (
+    DECODER,
     LAYOUTS,
     Job,
-    Run,
-    difference,
+    alone,
+    assert_same,
     fit,
     fit_once,
     mesh,
     repeats,
 )
 
-TOLERANCE = 1e-5
+HEADS = {
+    "head_dim": 12,
+    "attention_bias": True,
+    "qk_norm": "weighted",
+    "windows": [5, None, 3, None],
+}
 VIT = {
     "image_size": 8,
     "patch_size": 2,
@@ -35,6 +41,12 @@ CONV = {"image_size": 8, "channels": 1, "classes": 10, "width": 8}
 ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
 DEEPSPEED = "deepspeed 3 at 2"
 CONTEXT = "fsdp 2 × context 2"
+DDP, FSDP, TENSOR, PIPE = (
+    Job("DDP", ranks=2),
+    mesh(2, shard=2),
+    mesh(2, tensor=2),
+    mesh(2, pipe=2),
+)
 EVERY = {**LAYOUTS, CONTEXT: context.LAYOUTS[CONTEXT]}
 FAMILIES = (  # a layout of each strategy; the expert axis is in test_experts.py
     "single",
@@ -80,17 +92,63 @@ def guaranteed(cases, chosen) -> list:
     ]
 
 
-def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
-    run = fit_once(job)
-    far = difference(run, _reference(job))
-    assert max(far.values()) <= tolerance, far
-    return run
-
-
-def _reference(job: Job) -> Run:
-    return fit_once(
-        replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None)
-    )
+VALUE = {"clip": 1e-3, "clip_algorithm": "value"}
+UNEQUAL = (
+    "single, micro-batch 4",
+    "ddp 2",
+    "fsdp 2",
+    "fsdp 2 × tensor 2",
+    "pipeline 2, 1f1b",
+    "fsdp 2 × pipeline 2",
+    "deepspeed 2 at 2",
+    "deepspeed 3 at 2",
+)
+TWO_A_UNIT = {"shard": 2, "min_num_params": 10_000}  # blocks
+VARIANTS = {  # layouts, and what is changed of the model and of how it is trained
+    "unequal numbers of targets": ([LAYOUTS[name] for name in UNEQUAL], {"ignore": True}),
+    "unequal numbers of targets, unclipped": ([FSDP], {"ignore": True, "clip": None}),
+    "unequal numbers of targets, clipped by value": ([FSDP], {"ignore": True, **VALUE}),
+    "clipped by value": ([FSDP, TENSOR, PIPE], VALUE),
+    "tied embeddings": (
+        [FSDP, TENSOR, LAYOUTS["tensor 2"]],
+        {"model_args": {**DECODER, "tied": True}},
+    ),
+    "biases, weighted norms of heads, windows": (
+        [TENSOR, mesh(4, shard=2, tensor=2, sequence_parallel=False), PIPE],
+        {"model_args": {**DECODER, **HEADS}},
+    ),
+    "attention within documents": (
+        [FSDP, TENSOR],
+        {"model_args": {**DECODER, "document_token": 7}},
+    ),
+    "vision transformer": (
+        [FSDP, TENSOR, PIPE],
+        {"model": "armature.models.vit.model.VisionTransformer", "model_args": VIT},
+    ),
+    "BatchNorm, and no plan": (
+        [DDP, FSDP],
+        {"model": "tests.parallel.users.conv.ConvNet", "model_args": CONV},
+    ),
+    "a user's model with a plan of ten lines": (
+        [DDP, FSDP, TENSOR, PIPE, LAYOUTS["2×2×2"], LAYOUTS[DEEPSPEED]],
+        {"model": "tests.parallel.users.encoder.model.Encoder", "model_args": ENCODER},
+    ),
+    "recomputed": (
+        [
+            mesh(2, shard=2, activation_checkpointing="every"),
+            mesh(2, **TWO_A_UNIT, activation_checkpointing=3),
+            mesh(2, **TWO_A_UNIT, activation_checkpointing="half"),
+            mesh(2, **TWO_A_UNIT, activation_checkpointing="every", compile="block"),
+            mesh(2, tensor=2, activation_checkpointing="selective"),
+            mesh(2, pipe=2, activation_checkpointing=2),
+        ],
+        {},
+    ),
+    "Muon": (
+        [LAYOUTS["fsdp 2 × tensor 2"]],
+        {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}},
+    ),
+}
 
 
 @pytest.mark.slow
@@ -104,145 +162,19 @@ def test_layout_trains_as_one_process_does(name: str) -> None:
     "name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"]
 )
 def test_validation_loss_equals_one_process(name: str) -> None:
-    job = replace(LAYOUTS[name], validate=True)
-    run = assert_same(job)
-    assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
-
-
-IGNORING = [
-    "single, micro-batch 4",
-    "ddp 2",
-    "fsdp 2",
-    "fsdp 2 × tensor 2",
-    "pipeline 2, 1f1b",
-    "fsdp 2 × pipeline 2",
-    "deepspeed 2 at 2",
-    "deepspeed 3 at 2",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IGNORING)
-def test_each_target_has_the_same_weight_if_micro_batches_have_unequal_numbers(name: str) -> None:
-    job = replace(LAYOUTS[name], ignore=True)
-    far = difference(
-        fit(job), _reference(replace(job, accumulate=1))
-    )  # the mean over all targets per step
-    assert max(far.values()) <= TOLERANCE, far
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "clip", [{"clip": None}, {"clip": 1e-3, "clip_algorithm": "value"}], ids=["none", "value"]
-)
-def test_targets_have_the_same_weight_under_any_clipping(clip: dict) -> None:
-    job = replace(mesh(2, shard=2), ignore=True, **clip)
-    far = difference(fit(job), _reference(replace(job, accumulate=1)))
-    assert max(far.values()) <= TOLERANCE, far
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}]
-)
-def test_tied_embeddings_stay_tied(options: dict) -> None:
-    job = mesh(2, **options)
-    assert_same(replace(job, model_args={**job.model_args, "tied": True}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"tensor": 2}, {"shard": 2, "tensor": 2, "sequence_parallel": False}, {"pipe": 2}]
-)
-def test_biases_weighted_norms_of_heads_and_windows_train_as_one_process_does(
-    options: dict,
-) -> None:
-    job = mesh(4 if "shard" in options else 2, **options)
-    sizes = {
-        "head_dim": 12,
-        "attention_bias": True,
-        "qk_norm": "weighted",
-        "windows": [5, None, 3, None],
-    }
-    assert_same(replace(job, model_args={**job.model_args, **sizes}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}])
-def test_attention_within_documents_trains_as_one_process_does(options: dict) -> None:
-    job = mesh(2, **options)
-    assert_same(replace(job, model_args={**job.model_args, "document_token": 7}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
-def test_vision_transformer_trains_under_every_axis(options: dict) -> None:
-    assert_same(
-        replace(
-            mesh(2, **options), model="armature.models.vit.model.VisionTransformer", model_args=VIT
-        )
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
-def test_clipping_by_value_trains_as_one_process_does(options: dict) -> None:
-    assert_same(replace(mesh(2, **options), clip=1e-3, clip_algorithm="value"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", [Job("DDP", ranks=2), mesh(2, shard=2)], ids=["ddp", "fsdp"])
-def test_a_model_without_a_plan_trains_and_its_batchnorm_sees_all_ranks(job: Job) -> None:
-    assert_same(replace(job, model="tests.parallel.users.conv.ConvNet", model_args=CONV))
+    assert_same(replace(LAYOUTS[name], validate=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
-        Job("DDP", ranks=2),
-        mesh(2, shard=2),
-        mesh(2, tensor=2),
-        mesh(2, pipe=2),
-        LAYOUTS["2×2×2"],
-        LAYOUTS[DEEPSPEED],
+        pytest.param(replace(job, **changes), id=f"{name} {number}")
+        for name, (jobs, changes) in VARIANTS.items()
+        for number, job in enumerate(jobs)
     ],
-    ids=["ddp", "fsdp", "tensor", "pipeline", "3d", "deepspeed"],
 )
-def test_a_users_model_with_a_plan_of_ten_lines_trains_under_every_strategy(job: Job) -> None:
-    assert_same(
-        replace(job, model="tests.parallel.users.encoder.model.Encoder", model_args=ENCODER)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("every", {"shard": 2}),
-        (3, {"shard": 2, "min_num_params": 10_000}),
-        ("selective", {"tensor": 2}),
-        ("half", {"shard": 2, "min_num_params": 10_000}),
-        (2, {"pipe": 2}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_activation_checkpointing_changes_nothing(mode: str | int, options: dict) -> None:
-    assert_same(mesh(2, activation_checkpointing=mode, **options))
-
-
-@pytest.mark.slow
-def test_compiled_blocks_change_nothing() -> None:
-    assert_same(
-        mesh(2, shard=2, compile="block", activation_checkpointing="every", min_num_params=10_000)
-    )
-
-
-@pytest.mark.slow
-def test_muon_trains_as_one_process_does_when_matrices_are_sharded() -> None:
-    job = replace(
-        LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={}
-    )
+def test_a_variant_trains_as_one_process_does(job: Job) -> None:
     assert_same(job)
 
 
@@ -299,8 +231,7 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(
     folder = str(tmp_path / "step=6")
     fit(replace(LAYOUTS[saved], steps=6, ema=0.9, save=folder))
     job = replace(LAYOUTS[resumed], ema=0.9, validate=True, resume=folder)
-    run = assert_same(job)
-    assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
+    assert_same(job)
 
 
 @pytest.mark.slow
@@ -308,5 +239,5 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
     job = LAYOUTS[name]
     share = (job.options.get("tensor") or 1) * 2  # each axis has two ranks
-    whole = _reference(job).facts["bytes"]
+    whole = fit_once(alone(job)).facts["bytes"]
     assert fit_once(job).facts["bytes"] == pytest.approx(whole / share, rel=0.1)

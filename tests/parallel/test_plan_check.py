@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
@@ -15,23 +17,20 @@ def test_a_plan_that_fits_has_no_problem() -> None:
     assert plan_check.problems(make, PLAN, SIZES) == []
 
 
-def test_a_pattern_that_matches_nothing_is_named() -> None:
-    (problem,) = plan_check.problems(
-        make, replace(PLAN, tensor={**PLAN.tensor, "blocks.*.mlp": "column"}), SIZES
-    )
-    assert "'blocks.*.mlp' matches no module of Decoder" in problem
-
-
-def test_blocks_and_ends_that_are_not_there_are_named() -> None:
-    assert "blocks='layers'" in plan_check.problems(make, replace(PLAN, blocks="layers"), SIZES)[0]
-    assert "last='final'" in plan_check.problems(make, replace(PLAN, last=("final",)), SIZES)[0]
-
-
-def test_a_parameter_shared_by_two_stages_is_named() -> None:
-    (problem,) = plan_check.problems(partial(make, tied=True), PLAN, SIZES)
-    assert "embed.weight and head.weight are one parameter" in problem
-
-
-def test_a_matrix_that_the_axis_does_not_divide_is_named() -> None:
-    problems = plan_check.problems(partial(make, vocab_size=97), PLAN, SIZES)
-    assert any("dim 0 of embed.weight (97, 32)" in problem for problem in problems)
+@pytest.mark.parametrize(
+    ("plan", "sizes", "message"),
+    [
+        (
+            {"tensor": {**PLAN.tensor, "blocks.*.mlp": "column"}},
+            {},
+            "'blocks.*.mlp' matches no module of Decoder",
+        ),
+        ({"blocks": "layers"}, {}, "blocks='layers'"),
+        ({"last": ("final",)}, {}, "last='final'"),
+        ({}, {"tied": True}, "embed.weight and head.weight are one parameter"),
+        ({}, {"vocab_size": 97}, "dim 0 of embed.weight (97, 32)"),
+    ],
+)
+def test_what_does_not_fit_is_named(plan: dict, sizes: dict, message: str) -> None:
+    problems = plan_check.problems(partial(make, **sizes), replace(PLAN, **plan), SIZES)
+    assert message in "\n".join(problems)

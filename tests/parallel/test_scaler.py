@@ -17,9 +17,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from armature.parallel import scaler
-from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
 from tests.support.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
+from tests.trainers import quiet_trainer
 
 TOLERANCE = 2e-3  # of fp16's products, which sum in another order
 OVERFLOWING = "tests.parallel.users.overflow.model.Overflowing"
@@ -173,17 +173,7 @@ class Skipping(Halving):
 
 
 def fit_four_batches(module: L.LightningModule) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=SingleDevice(),
-        plugins=[MixedPrecision("16-mixed", device="cpu")],
-        max_steps=4,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(plugins=[MixedPrecision("16-mixed", device="cpu")], max_steps=4)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
     return trainer
 

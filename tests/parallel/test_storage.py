@@ -126,24 +126,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) 
     assert said in caplog.text
 
 
-def test_all_ranks_take_rank_0s_word_for_what_is_a_file(tmp_path: Path, monkeypatch) -> None:
-    """On a network file system one rank may not see a new file yet, and would wait in another
-    collective.
-    """
-    of_rank_0 = lambda value: True if isinstance(value, bool) else value  # noqa: E731
-    monkeypatch.setattr(storage.process_group, "broadcast_object", of_rank_0)
-    assert storage.first_intact([tmp_path / "unseen.ckpt"]) == tmp_path / "unseen.ckpt"
-
-
-def test_none_intact_is_an_error_that_names_each(saved: Path) -> None:
-    flip(saved)
-    truncate(saved.parent / "step=000001")
-    with pytest.raises(ConfigError) as error:
-        storage.first_intact(resume.candidates(saved.parent))
-    assert "step=000001" in str(error.value)
-    assert "step=000002" in str(error.value)
-
-
 @pytest.mark.guarantee
 def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
     names = [path.name for path in resume.candidates(saved.parent)]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.parallel.targets import TargetWeights, weigh
-from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
+from tests.trainers import quiet_trainer
 
 COUNTED = [4, 1, 0, 3]  # targets of the four micro-batches of a step
 
@@ -67,17 +67,8 @@ def trained(
         return Linear(5, 3)
 
     made = task(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=SingleDevice(),
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-        logger=False,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
+    trainer = quiet_trainer(
+        accumulate_grad_batches=accumulate, max_epochs=1, callbacks=callbacks, limit_val_batches=0
     )
     loader = DataLoader(data, batch_size=None)
     trainer.fit(made, loader, loader)

@@ -139,13 +139,12 @@ def scores_of_ranks(folder: str) -> list[Any]:
     import torch
 
     from armature.parallel import process_group
-    from tests.callbacks.test_checkpointing import POLICY, Checkpointing, Quiet, Trainer
+    from tests.callbacks.test_checkpointing import Trainer, made
 
-    log: Any = Quiet()
-    callback = Checkpointing(Path(folder), log, POLICY | {"keep_best": 1})
+    callback = made(Path(folder), keep_best=1)
     found = []
     for step, score in ((1, 1.0), (2, 2.0), (3, 0.5)):
-        trainer: Any = Trainer(set())
+        trainer: Any = Trainer()
         trainer.global_step = trainer.completed_batches = step
         trainer.state, trainer.sanity_checking, trainer.callback_metrics = (
             SimpleNamespace(fn="fit"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from armature.strategies.single import SingleDevice
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 
 class Clipping(L.LightningModule):
@@ -34,10 +33,7 @@ class Clipping(L.LightningModule):
 @pytest.mark.parametrize("value", [-1.0, 0.0, 2.5])
 def test_only_a_positive_value_clips(value, algorithm):
     module = Clipping(value=value, algorithm=algorithm)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=SingleDevice(), max_steps=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1)  # fmt: skip
     trainer.fit(module, DataLoader(torch.ones(1)))  # pyright: ignore[reportArgumentType]
     clipped = {"norm": [-1.5, -2.0], "value": [-2.5, -2.5]}[algorithm]
     assert module.weight.tolist() == pytest.approx(clipped if value > 0 else [-3.0, -4.0])

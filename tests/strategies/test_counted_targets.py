@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
+from tests.trainers import quiet_trainer
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "DDP": {},
@@ -26,7 +27,6 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
 
     from armature.models.decoder.model import Decoder
     from armature.tasks.base import Task
-    from armature.training.trainer import Trainer
 
     warnings.filterwarnings("ignore")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -59,17 +59,11 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
             optimizer.step(closure=optimizer_closure)
 
     task = Own(lambda: Decoder(**DECODER), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=ranks,
         max_steps=3,
         accumulate_grad_batches=accumulate,
-        logger=False,
         strategy=import_object(STRATEGIES[strategy])(seed=3, **options),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
     )
     trainer.fit(task)
     whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in task.parameters())

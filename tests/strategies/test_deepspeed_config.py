@@ -54,17 +54,11 @@ def test_typed_entries_of_16_bits_leave_them_on():
     ],
 )
 def test_entries_that_our_options_decide_are_refused(entries, says):
-    layout = Layout(
-        kind="deepspeed",
-        options={"config": entries},
-        world_size=2,
-        data_ranks=2,
-        axes={},
-        plan=None,
-    )
-    [problem] = combinations._of_deepspeed(combinations.Run({}, layout))
+    def problems(given):
+        axes = {"world_size": 2, "data_ranks": 2, "axes": {}, "plan": None}
+        layout = Layout(kind="deepspeed", options={"config": given}, **axes)
+        return [*combinations._of_deepspeed(combinations.Run({}, layout))]
+
+    [problem] = problems(entries)
     assert says in problem
-    fine = Layout(
-        kind="deepspeed", options={"config": None}, world_size=2, data_ranks=2, axes={}, plan=None
-    )
-    assert [*combinations._of_deepspeed(combinations.Run({}, fine))] == []
+    assert problems(None) == []

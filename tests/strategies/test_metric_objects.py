@@ -2,8 +2,6 @@
 unequal numbers.
 """
 
-from types import SimpleNamespace
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -17,8 +15,8 @@ from torchmetrics.utilities import dim_zero_cat
 from armature.parallel import process_group
 from armature.strategies.ddp import DDP
 from armature.strategies.mesh import MeshStrategy
-from armature.training.trainer import Trainer
 from tests.support.parity.harness import on_ranks
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {  # ranks, data ranks, sizes of axes
@@ -139,16 +137,7 @@ def text(sample):
 
 def measured(sizes, split):
     strategy = MeshStrategy(seed=0, **sizes) if sizes else DDP(seed=0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=process_group.ranks(),
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = quiet_trainer(devices=process_group.ranks(), strategy=strategy)
     module = Module()
     trainer.validate(module, DataLoader([split], batch_size=None), verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()} | module.found
@@ -176,21 +165,3 @@ def test_each_sample_counts_once(layout, split):
             assert found.pop("error") == pytest.approx(error.compute().tolist())
         for name, value in expected.items():
             assert found[name] == pytest.approx(value), name
-
-
-@pytest.mark.parametrize(
-    ("rank", "ranks"), [(0, [0, 4, 8, 12]), (3, [3, 7, 11, 15]), (29, [17, 21, 25, 29])]
-)
-def test_the_ranks_of_each_part_of_the_data_have_the_same_place_elsewhere(monkeypatch, rank, ranks):
-    """Five axes of two: a rank's number has a digit for each, in the order of the mesh."""
-    axes = ("pipe", "replicate", "shard", "context", "tensor")
-    place = dict(zip(axes, (int(digit) for digit in f"{rank:05b}"), strict=True))
-    strategy = MeshStrategy(seed=0)
-    strategy.sizes = dict.fromkeys(axes, 2)
-    monkeypatch.setattr(
-        strategy, "_device_mesh", SimpleNamespace(mesh=torch.arange(32).reshape(2, 2, 4, 2))
-    )
-    on = place | {"shard": 2 * place["shard"] + place["context"]}  # the mesh's axis is of both
-    monkeypatch.setattr(strategy, "_rank_on", on.__getitem__)
-    assert strategy.sample_ranks == ranks
-    assert strategy.sample_ranks[strategy.data_rank] == rank

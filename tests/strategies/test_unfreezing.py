@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity.harness import STRATEGIES, import_object, on_ranks
+from tests.trainers import quiet_trainer
 
 
 def trained(
@@ -29,8 +30,6 @@ def trained(
     import torch
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
-
-    from armature.training.trainer import Trainer
 
     warnings.filterwarnings("ignore")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -77,16 +76,10 @@ def trained(
             return DataLoader(x, batch_sampler=batches)  # pyright: ignore[reportArgumentType]
 
     module = Unfreezes()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=import_object(STRATEGIES[strategy])(**options),
-        accelerator="cpu",
         devices=ranks,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         accumulate_grad_batches=accumulate,
     )
     trainer.fit(module)

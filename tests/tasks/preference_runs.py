@@ -32,48 +32,35 @@ def write_pairs(path: Path, count: int = 48) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """One fit: files, a key of the harness's LAYOUTS, and arguments of the task, of Lora and of the
-    data.
-    """
+    """One fit: files, a key of the harness's LAYOUTS, and arguments of Lora and of the data."""
 
     folder: str  # with pairs.jsonl and tokenizer/
     layout: str = "single"
-    task: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] | None = None  # None: all weights of `pretrained` are trained
     pretrained: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
     steps: int = 4
     micro: int | str = 2
     lr: float = 1e-2
-    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
-
-
-def source_of(folder: str | Path, **settings: Any) -> Any:
-    from armature.data.chat.source import Preferences
-
-    options = {
-        "context": MODEL["context"],
-        "val_fraction": 0.25,
-        "vocab_size": VOCABULARY,
-        **settings,
-    }
-    path = Path(folder)
-    return Preferences(
-        str(path / "pairs.jsonl"),
-        tokenizer=str(path / "tokenizer"),
-        cache_dir=str(path / "cache"),
-        **options,
-    )
 
 
 def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
     """Return a feed of the pairs."""
     from armature.data.chat.data import PreferenceData
+    from armature.data.chat.source import Preferences
     from armature.data.feed import Feed
 
-    data = PreferenceData(
-        source_of(folder), context=MODEL["context"], multiple=changes.pop("multiple", 8)
+    path = Path(folder)
+    source = Preferences(
+        str(path / "pairs.jsonl"),
+        tokenizer=str(path / "tokenizer"),
+        cache_dir=str(path / "cache"),
+        context=MODEL["context"],
+        val_fraction=0.25,
+        vocab_size=VOCABULARY,
     )
+    multiple = changes.pop("multiple", 8)
+    data = PreferenceData(source, context=MODEL["context"], multiple=multiple)
     loader = {"global_batch_size": 8, "micro_batch_size": micro, "eval_batch_size": 4, "seed": 1}
     return Feed(data, **{**loader, **changes})
 
@@ -141,13 +128,9 @@ def _fit(job: Job) -> Run:
                 self.norms.append(float(trainer.strategy.grad_norm))
 
     layout, feed = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
-    strategy = import_object(STRATEGIES[layout.strategy])(
-        seed=3, **{**layout.options, **job.options}
-    )
-    task, record = (
-        task_of(adapter=job.adapter, pretrained=job.pretrained, lr=job.lr, **job.task),
-        Record(),
-    )
+    strategy = import_object(STRATEGIES[layout.strategy])(seed=3, **layout.options)
+    task = task_of(adapter=job.adapter, pretrained=job.pretrained, lr=job.lr)
+    record = Record()
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
     accumulate = 1 if job.micro == "auto" else feed.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(

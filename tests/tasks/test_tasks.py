@@ -15,6 +15,7 @@ from armature.parallel.initialization import initialize_by_name, materialize
 from armature.tasks.base import Task, WeightedMean, inputs_and_targets
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
+from tests.trainers import quiet_trainer
 
 # if Slurm is installed, Lightning asks whether to use it
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
@@ -67,16 +68,7 @@ class Data(L.LightningDataModule):
 
 
 def trainer(**options) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+    return quiet_trainer(max_steps=3, **options)
 
 
 def ready(task: Task) -> Task:
@@ -138,8 +130,14 @@ def test_a_number_to_predict_may_be_minus_100():
     assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
 
 
-@pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
-@pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (FACTORIES["optimizer"], None),
+        (FACTORIES["optimizer"], schedules.wsd),
+        (functools.partial(Muon, lr=0.01), schedules.constant),
+    ],
+)
 def test_fits(optimizer, scheduler):
     task, data = (
         LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler),

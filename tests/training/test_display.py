@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from torch.utils.data import DataLoader
 
-from armature.strategies.single import SingleDevice
 from armature.training.display import Bar, Display
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
@@ -45,16 +44,7 @@ class Module(L.LightningModule):
 def fit(display: Display, *callbacks: L.Callback) -> None:
     last = {"train/loss": 2.0, "lr": 0.1}
     display.step_log = SimpleNamespace(last=last, tokens_per_sample=None, rate=10.0, data_wait=0.0)  # pyright: ignore
-    trainer = Trainer(
-        strategy=SingleDevice(),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        callbacks=[display, *callbacks],
-    )
+    trainer = quiet_trainer(max_epochs=1, enable_progress_bar=True, callbacks=[display, *callbacks])
     data = torch.ones(8, 4)
     module = Module()
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=2))

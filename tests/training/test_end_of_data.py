@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from armature.data.samples import Samples
-from armature.strategies.single import SingleDevice
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 WORDS = "raised StopIteration, as next\\(\\) does when an iterator has ended"
 
@@ -32,15 +31,7 @@ class Module(L.LightningModule):
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
 def test_a_step_or_hook_that_meets_the_end_of_an_iterator_ends_the_run(where):
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=SingleDevice(),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=1)
     with pytest.raises(RuntimeError, match=WORDS):
         trainer.fit(Module(where), DataLoader(torch.ones(6, 1), batch_size=1))
 

@@ -7,17 +7,11 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torchmetrics import (
-    MeanAbsoluteError,
     MeanMetric,
-    MeanSquaredError,
     Metric,
-    MetricCollection,
-    MetricTracker,
-    MinMaxMetric,
     PearsonCorrCoef,
     SumMetric,
 )
-from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
 from armature.training import epoch_metrics
 
@@ -26,70 +20,11 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mean, self.total = MeanMetric(), SumMetric()
-        self.extremes = MinMaxMetric(SumMetric())
-        self.both = MetricCollection(
-            [MulticlassAccuracy(3, average="micro"), MulticlassRecall(3, average="micro")]
-        )
 
     def update(self, seed: int) -> None:
         values = torch.randn(5, generator=torch.Generator().manual_seed(seed))
         self.mean.update(values)
         self.total.update(values)
-        self.extremes(values)
-        self.both.update((values * 7).long().abs() % 3, torch.arange(5) % 3)
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        return {
-            "mean": self.mean.compute(),
-            "sum": self.total.compute(),
-            **self.extremes.compute(),
-            **self.both.compute(),
-        }
-
-
-def same(rank: int = 0) -> dict:
-    return {"rank": rank, "saved_data_ranks": [0], "data_ranks": [0]}
-
-
-def test_metric_objects_continue_bit_for_bit():
-    straight, stopped, resumed = Module(), Module(), Module()
-    for seed in range(4):
-        straight.update(seed)
-    for seed in range(2):
-        stopped.update(seed)
-    epoch_metrics.restore_states(resumed, [epoch_metrics.metric_states(stopped)], **same())
-    for seed in (2, 3):
-        resumed.update(seed)
-    assert {k: float(v) for k, v in straight.compute().items()} == {
-        k: float(v) for k, v in resumed.compute().items()
-    }
-
-
-def test_a_tracker_has_its_past_steps_after_a_resume():
-    def tracked():
-        module = nn.Module()
-        module.one = MetricTracker(MeanSquaredError())
-        module.several = MetricTracker(MetricCollection([MeanSquaredError(), MeanAbsoluteError()]))
-        return module
-
-    def step(module, error):
-        for tracker in (module.one, module.several):
-            tracker.increment()
-            tracker.update(torch.full((4,), error), torch.zeros(4))
-
-    before, after = tracked(), tracked()
-    for error in (3.0, 1.0, 2.0):
-        step(before, error)
-    epoch_metrics.restore_states(after, [epoch_metrics.metric_states(before)], **same())
-    step(after, 4.0)
-    assert after.one.best_metric(return_step=True) == (1.0, 1)
-    assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0, 16.0]
-    assert after.several.compute_all()["MeanAbsoluteError"].tolist() == [3.0, 1.0, 2.0, 4.0]
-    epoch_metrics.restore_states(
-        after, [epoch_metrics.metric_states(before)], **same()
-    )  # of a step less
-    assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0]
-    assert after.several.n_steps == 3
 
 
 def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():
@@ -118,6 +53,16 @@ def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():
     assert epoch_metrics.metric_states(module, evaluated=results)["mean"]["updates"] == 1
 
 
+def restored(make, saved: list[dict], places: list[int], *, ranks: int) -> list:
+    """Return a module for each of so many data ranks, with what ranks at these places saved."""
+    modules = [make() for _ in range(ranks)]
+    for rank, module in enumerate(modules):
+        epoch_metrics.restore_states(
+            module, saved, rank=rank, saved_data_ranks=places, data_ranks=[*range(ranks)]
+        )
+    return modules
+
+
 def test_other_ranks_continue_with_what_all_had_collected():
     """From two data ranks, of two tensor ranks each, to three: the sums over all samples stay."""
     whole, ranks = Module(), [Module(), Module()]
@@ -125,11 +70,7 @@ def test_other_ranks_continue_with_what_all_had_collected():
         ranks[seed % 2].update(seed)
         whole.update(seed)
     saved = [epoch_metrics.metric_states(ranks[place]) for place in (0, 0, 1, 1)]
-    resumed = [Module() for _ in range(3)]
-    for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(
-            module, saved, rank=rank, saved_data_ranks=[0, 0, 1, 1], data_ranks=[0, 1, 2]
-        )
+    resumed = restored(Module, saved, [0, 0, 1, 1], ranks=3)
     assert sum(float(module.total.sum_value) for module in resumed) == pytest.approx(
         float(whole.total.compute())
     )
@@ -151,11 +92,7 @@ def test_a_mean_over_ranks_stays(after):
         update, compute = (lambda self: None), (lambda self: self.level)
 
     saved = [epoch_metrics.metric_states(nn.ModuleList([Level(value)])) for value in (1.0, 3.0)]
-    resumed = [nn.ModuleList([Level()]) for _ in range(after)]
-    for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(
-            module, saved, rank=rank, saved_data_ranks=[0, 1], data_ranks=[*range(after)]
-        )
+    resumed = restored(lambda: nn.ModuleList([Level()]), saved, [0, 1], ranks=after)
     assert sum(float(module[0].compute()) for module in resumed) / after == pytest.approx(2.0)
 
 
@@ -188,22 +125,12 @@ class Correlated(nn.Module):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3), (2, 2), (2, 1)])
 def test_states_that_torchmetrics_stacks_or_a_function_reduces_count_once(caplog, before, after):
-    whole, ranks, resumed = (
-        Correlated(),
-        [Correlated() for _ in range(before)],
-        [Correlated() for _ in range(after)],
-    )
+    whole, ranks = Correlated(), [Correlated() for _ in range(before)]
     for seed in range(4):
         whole.update(seed)
         ranks[seed % before].update(seed)
-    saved, places = (
-        [epoch_metrics.metric_states(rank) for rank in ranks],
-        ([*range(before)], [*range(after)]),
-    )
-    for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(
-            module, saved, rank=rank, saved_data_ranks=places[0], data_ranks=places[1]
-        )
+    saved = [epoch_metrics.metric_states(rank) for rank in ranks]
+    resumed = restored(Correlated, saved, [*range(before)], ranks=after)
     assert sum(float(module.seen.total) for module in resumed) == pytest.approx(
         float(whole.seen.compute())
     )
@@ -251,19 +178,6 @@ def test_logged_values_are_combined_over_ranks():
     assert float(second["training_step.top"].value) == 9.0
 
 
-def test_logged_values_continue_as_if_the_run_had_not_stopped():
-    straight = epoch_metrics.Results(training=True)
-    for name, value in (("penalty", 0.5), ("loss", 2.0)):
-        log(straight, name, value)
-    resumed = resumed_from(straight)
-    for results in (straight, resumed):
-        log(results, "loss", 1.0)
-    for on_step in (True, False):
-        assert resumed.metrics(on_step=on_step) == straight.metrics(on_step=on_step)
-    resumed.reset()
-    assert resumed.metrics(on_step=True)["log"] == {}
-
-
 def test_a_value_continues_in_the_way_that_the_code_logs_it_now():
     """Lightning synchronizes nothing in one process, whatever `sync_dist` says."""
     stopped = epoch_metrics.Results(training=True)
@@ -274,11 +188,3 @@ def test_a_value_continues_in_the_way_that_the_code_logs_it_now():
     log(resumed, "top", 1.0, reduce_fx="max", prog_bar=True)
     values = resumed.metrics(on_step=False)["log"]
     assert values == {"loss_epoch": 1.5, "top_epoch": 2.0}
-
-
-def test_logged_values_keep_their_type():
-    stopped = epoch_metrics.Results(training=True)
-    results = stopped
-    results.log("training_step", "x", torch.tensor(0.1, dtype=torch.float64), on_step=True)
-    value = resumed_from(stopped).metrics(on_step=True)["log"]["x_step"]
-    assert (value.dtype, float(value)) == (torch.float64, 0.1)

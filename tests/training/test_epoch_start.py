@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from armature.training import epoch_start
@@ -48,13 +47,22 @@ class Stub:
         return self.loggers[0]
 
 
+class LogsFirst(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.log("rate", 1.0)
+        self.begun = True
+
+
 def test_attributes_are_set_again_and_nothing_is_logged_or_drawn():
-    module = Hooked()
-    trainer = Stub(module)
+    module, callback = Hooked(), LogsFirst()
+    own: Any = module.log
+    callback.log = own  # as Lightning sets it
+    trainer = Stub(module, callback)
     loggers, drawn = trainer.loggers, torch.get_rng_state()
     epoch_start.repeat(trainer, None)
     assert (module.alpha, module.logged, trainer.loggers) == (0.5, [], loggers)
     assert torch.equal(torch.get_rng_state(), drawn)
+    assert (callback.begun, callback.log) == (True, own)
     module.log("alpha", 1.0)  # silent no longer
     assert module.logged == ["alpha"]
 
@@ -82,29 +90,3 @@ def test_the_same_is_drawn_again_and_training_draws_what_it_would_have_drawn():
 def test_a_hook_that_cannot_be_called_again_is_named(caplog):
     epoch_start.repeat(Stub(Hooked(), Fails()), None)
     assert "Fails.on_train_epoch_start failed when it was called again" in caplog.text
-
-
-class LogsFirst(L.Callback):
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.log("rate", 1.0)
-        self.begun = True
-
-
-def test_callbacks_log_nothing_either():
-    """Lightning sets the module's `log` on them."""
-    module, callback = Hooked(), LogsFirst()
-    own: Any = module.log
-    callback.log = own
-    epoch_start.repeat(Stub(module, callback), None)
-    assert module.logged == []
-    assert (callback.begun, callback.log) == (True, own)
-
-
-def test_hooks_of_lightning_are_not_called_again():
-    class Finetunes(BackboneFinetuning):
-        pass
-
-    trainer = Stub(Hooked(), Finetunes())
-    assert [owner for owner, _ in epoch_start.users_hooks(trainer, epoch_start.HOOK)] == [
-        trainer.lightning_module
-    ]

@@ -7,10 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.errors import ConfigError
-from armature.strategies.single import SingleDevice
 from armature.training.errors import refusal_of
 from armature.training.process import quiet
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 
 class Mine(L.LightningModule):
@@ -27,15 +26,7 @@ class Mine(L.LightningModule):
 
 def fit(**methods):
     module = type("Mine", (Mine,), methods)()
-    trainer = Trainer(
-        strategy=SingleDevice(),
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=1)
     quiet()  # pytest takes its filters back
     trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
 

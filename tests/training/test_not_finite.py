@@ -21,6 +21,7 @@ from armature.training import not_finite
 from tests import running
 from tests.data.feeding import feed
 from tests.nan_parts import NumberedData
+from tests.plain_runs import stop_at
 from tests.test_resume import BASE, CONFIGS
 
 PARTS = [
@@ -54,11 +55,6 @@ def bad(policy: str, *samples: int, **model: str) -> list[str]:
         f"model.samples={list(samples)}",
         *(f"model.{k}={v}" for k, v in model.items()),
     ]
-
-
-def stop_at(step: int) -> str:
-    target = "_target_:armature.callbacks.stop_at.StopAt"
-    return f"+callbacks.stop_at={{{target},signals:{{SIGTERM:{step}}}}}"
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -241,10 +237,6 @@ def test_a_run_that_ended_continues_without_the_samples(train):
     ("overrides", "message"),
     [
         (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
-        (
-            ["trainer.on_nan=skip", "strategy=deepspeed"],
-            "on_nan=skip does not work with this strategy",
-        ),
         (["data.skip_steps=[0]"], r"data.skip_steps=\[0\]: must be a list of step numbers"),
     ],
 )

@@ -1,15 +1,13 @@
 """`trainer.on_nan` on two ranks, of which one alone has values that are not finite."""
 
 import functools
-import json
 import math
 
 import pytest
 
-from armature.training import not_finite
 from tests import running
 from tests.forked import Forks
-from tests.training.test_not_finite import BAD_OF_RANK_1, PARTS, bad
+from tests.training.test_not_finite import BAD_OF_RANK_1, PARTS, bad, events
 
 pytestmark = pytest.mark.slow
 BASE = [part for part in PARTS if not part.startswith(("strategy=", "trainer.devices="))]
@@ -42,7 +40,7 @@ def test_the_ranks_agree(strategy, policy, kind, expect, forks):
     )
     assert ended.codes == [expect, expect]
     folder = forks.cwd / "outputs" / name
-    (event,) = json.loads((folder / not_finite.FILE).read_text())["events"]
+    (event,) = events(folder)
     # a gradient's norm is of all ranks
     assert (event["step"], event["ranks"]) == (7, [1] if kind == "forward" else [])
     assert BAD_OF_RANK_1 in event["samples"][1]
@@ -79,7 +77,7 @@ def broken(forks, corpus):
             seconds=100,
         )
         folder = forks.cwd / "outputs" / layout
-        (event,) = json.loads((folder / not_finite.FILE).read_text())["events"]
+        (event,) = events(folder)
         assert running.summary(folder)["skipped_steps"] == 1
         return event, [float(row["train/loss"]) for row in running.rows(folder)]
 

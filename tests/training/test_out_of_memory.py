@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
 from armature.training.errors import RecordError, bytes_by_kind, is_out_of_memory
 from armature.validation.memory import overrides
 from tests import running
+from tests.trainers import quiet_trainer
 
 GIB = 2**30
 KINDS = ("parameters", "gradients", "optimizer state", "activations and other")
@@ -108,16 +108,7 @@ class Greedy(BoringModel):
 
 def test_the_error_explains_itself(composed, tmp_path):
     cfg = composed()
-    trainer = Trainer(
-        callbacks=[RecordError(cfg)],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(callbacks=[RecordError(cfg)], max_epochs=1, default_root_dir=tmp_path)
     module = Greedy()
     with pytest.raises(RuntimeError) as caught:
         trainer.fit(module)

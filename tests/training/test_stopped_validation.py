@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
-from armature.strategies.single import SingleDevice
 from armature.training.stop import StoppedBySignal
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
@@ -143,17 +142,7 @@ class Watch(L.Callback):
 def stopped(*callbacks: Any, kind: type[Module] = Module) -> tuple[Any, Watch]:
     torch.manual_seed(0)
     module, watch, data = kind(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
-    trainer = Trainer(
-        strategy=SingleDevice(),
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        max_epochs=2,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        callbacks=[*callbacks, watch],
-    )
+    trainer = quiet_trainer(max_epochs=2, callbacks=[*callbacks, watch])
     with pytest.raises(StoppedBySignal):
         trainer.fit(module, data, data)
     return module, watch

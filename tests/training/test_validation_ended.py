@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from armature.strategies.single import SingleDevice
 from armature.training.run_hooks import RunHooks
-from armature.training.trainer import Trainer
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
@@ -55,16 +54,6 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
             )
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
-    trainer = Trainer(
-        strategy=SingleDevice(),
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[Ended()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-    )
+    trainer = quiet_trainer(max_epochs=2, callbacks=[Ended()], num_sanity_val_steps=1)
     trainer.fit(Module(), data, data)
     assert seen == [(100.0, False, True), (101.0, False, True)]

@@ -244,6 +244,16 @@ def fit_once(job: Job) -> Run:
     return _runs[key]
 
 
+def assert_same(job: Job, *, tolerance: float = 1e-5) -> Run:
+    """Assert that a job trains, and validates, as one process does; return its run."""
+    run, reference = fit_once(job), fit_once(replace(alone(job), steps=job.steps))
+    far = difference(run, reference)
+    if job.validate:
+        far["val/loss"] = abs(run.facts["val/loss"] / reference.facts["val/loss"] - 1)
+    assert max(far.values()) <= tolerance, far
+    return run
+
+
 def repeats(job: Job, whole: Run) -> bool:
     """Return whether a job that is saved in the middle and resumed has the same bits as its
     undisturbed run.
