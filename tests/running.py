@@ -138,15 +138,23 @@ def run(
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+def call(
+    file: str, *words: str | Path, cwd: Path, code: int | None = 0, ranks: int = 1, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script of ours, such as train.py, to its end.
+
+    Args:
+        code: the exit code that it must have; None: any.
+    """
+    command = [sys.executable, str(ROOT / file), *map(str, words)]
+    result = run(command, cwd=cwd, env=environment(**extra), ranks=ranks)
+    assert code in (None, result.returncode), result.stdout[-2000:] + result.stderr[-6000:]
+    return result
+
+
 def script(name: str, *arguments: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME to its end, without an error."""
-    result = run(
-        [sys.executable, str(ROOT / "scripts" / name), *arguments],
-        cwd=cwd,
-        env=environment(**extra),
-    )
-    assert result.returncode == 0, result.stderr[-6000:]
-    return result
+    return call(f"scripts/{name}", *arguments, cwd=cwd, **extra)
 
 
 def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.Popen[str]:
