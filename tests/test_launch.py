@@ -5,7 +5,6 @@ signals, errors.
 import json
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,10 +16,12 @@ from hydra.types import RunMode
 
 from armature import cli, launch, run_dir
 from armature.errors import ConfigError
-from tests import running
+from tests import forked, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 TRAIN = str(running.ROOT / "train.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, *TORCHRUN, TRAIN]
 
 
 @pytest.fixture(scope="module")
@@ -88,34 +89,20 @@ def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_
 
 @pytest.mark.guarantee
 def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        TRAIN,
-    ]
     running.train(
-        "strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun
+        "strategy=ddp",
+        "trainer.devices=2",
+        cwd=tmp_path,
+        corpus=corpus,
+        launcher=TORCHRUN,
     )
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert_same_losses(run_dir, single)
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        TRAIN,
-    ]
     result = running.train(
-        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False
+        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=TORCHRUN, check=False
     )
     assert (
         "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
@@ -123,10 +110,7 @@ def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
 
 
 def test_srun_joins_as_ranks(single, corpus, tmp_path):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ranks = []
+    port, ranks = forked.free_port(), []
     for rank in range(2):
         slurm = {
             "SLURM_JOB_ID": "41",
@@ -392,20 +376,25 @@ def log_records(data: bytes):
             record = b""
 
 
-def test_wandb_offline_can_be_read_back(corpus, tmp_path):
+def test_wandb_offline_can_be_read_back_and_no_secret_is_on_disk(corpus, tmp_path):
+    marker = "m4rk3r-0f-4-s3cr3t"
+    (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
     running.train(
         "logger=[tensorboard,wandb]",
         "logger.wandb.offline=true",
+        "data.source.field=${oc.env:MY_TOKEN}",
         "trainer.log_every_n_steps=1",
         "run.name=run",
         cwd=tmp_path,
         corpus=corpus,
         fork=False,  # wandb writes the rest as the interpreter ends
+        MY_TOKEN=marker,
         HOME=str(tmp_path),
     )
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = (tmp_path / "outputs" / "run" / "wandb").glob("offline-run-*/*.wandb")
+    run_dir = tmp_path / "outputs" / "run"
+    (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     losses = []
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -415,25 +404,7 @@ def test_wandb_offline_can_be_read_back(corpus, tmp_path):
         }
         if "train/loss" in items:
             losses.append(float(json.loads(items["train/loss"])))
-    assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "run"))
-
-
-def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
-    marker = "m4rk3r-0f-4-s3cr3t"
-    (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
-    running.train(
-        "logger=[tensorboard,wandb]",
-        "logger.wandb.offline=true",
-        "data.source.field=${oc.env:MY_TOKEN}",
-        "run.name=run",
-        "strategy=ddp",
-        "trainer.devices=2",
-        cwd=tmp_path,
-        corpus=corpus,
-        MY_TOKEN=marker,
-        HOME=str(tmp_path),
-    )
-    run_dir = tmp_path / "outputs" / "run"
+    assert losses == pytest.approx(running.losses(run_dir))
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) > 8
     assert [path for path in files if marker.encode() in path.read_bytes()] == []

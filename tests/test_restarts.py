@@ -316,7 +316,6 @@ def failure(folder, *, rank: int, code: int, at: float, error: str | None = None
     )
 
 
-LOST = "RuntimeError: Connection reset by peer"
 WRONG_SUM = "ArithmeticError: wrong"
 
 
