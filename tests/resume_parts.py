@@ -98,20 +98,6 @@ class Epochwise(Recording):
         return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.5)}
 
 
-class Averaging(Recording):
-    """Logs as Lightning's users do: a value a step, its mean over the epoch, and a callback's
-    maximum.
-    """
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("mine/loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["inputs"]))
-        self.log(
-            "mine/largest", batch["inputs"].max(), on_step=False, on_epoch=True, reduce_fx="max"
-        )
-        return loss
-
-
 class Estimating(Recording):
     """A schedule that asks the Trainer for its length."""
 

@@ -1,5 +1,6 @@
 """Start train.py for tests, on a tiny model and a small corpus, and read what it wrote."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -69,6 +71,11 @@ def wait_for(condition, *, seconds: float, what: str) -> None:
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
+def meet_a_full_disk(*args: object, **kwargs: object) -> NoReturn:
+    """In place of a function that writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def rows(run_dir: Path) -> list[dict[str, str]]:
     return read(run_dir / "metrics.csv")[1]
 
@@ -81,12 +88,10 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def command(
-    *overrides: str, corpus: Path, launcher: list[str] | None = None, tiny: bool = True
-) -> list[str]:
+def command(*overrides: str, corpus: Path, launcher: list[str] | None = None) -> list[str]:
     return [
         *(launcher or [sys.executable, str(ROOT / "train.py")]),
-        *(TINY if tiny else []),
+        *TINY,
         f"data.path={corpus}",
         *overrides,
     ]

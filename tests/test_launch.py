@@ -155,34 +155,6 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     assert "seed=0 there, 2 here" in other.stderr
 
 
-def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corpus, tmp_path):
-    for source, target in (
-        (single, "start.safetensors"),
-        ("start.safetensors", "outputs/start/checkpoints/step=000000"),
-    ):
-        running.script("convert.py", str(source), target, cwd=tmp_path)
-    other = tmp_path / "other.txt"
-    other.write_text(
-        "".join(
-            f"line {i} of another text, in which the brown fox jumps {i} times.\n"
-            for i in range(900)
-        )
-    )
-    known = f"data.source.tokenizer={single}/tokenizer.json"
-    running.train(
-        "run.name=tuned",
-        "resume=outputs/start",
-        known,
-        "scheduler=constant",
-        cwd=tmp_path,
-        corpus=other,
-    )
-    running.train("run.name=new", known, "scheduler=constant", cwd=tmp_path, corpus=other)
-    tuned, new = (running.losses(tmp_path / "outputs" / name) for name in ("tuned", "new"))
-    assert len(tuned) == len(new) == 6
-    assert tuned[0] < new[0] - 0.05  # after six steps on the first text
-
-
 @pytest.mark.parametrize(
     ("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)]
 )

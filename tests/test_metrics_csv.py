@@ -1,13 +1,12 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
-import errno
-
 import pytest
 import torch
 
 from armature import files
 from armature.errors import NotSaved
 from armature.training.metrics_csv import MetricsCSV, read
+from tests.running import meet_a_full_disk
 
 
 def write(log: MetricsCSV, first: int, last: int) -> None:
@@ -114,12 +113,9 @@ def test_a_file_that_is_removed_while_a_run_trains_has_the_later_rows(tmp_path):
 def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_error(
     tmp_path, monkeypatch, caplog
 ):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)
-    monkeypatch.setattr(files, "replace", full)
+    monkeypatch.setattr(files, "replace", meet_a_full_disk)
     log.write_rows([{"step": 3, "train/new": 1.0}])
     log.finalize("failed")
     assert "metrics.csv lacks 2 rows at its end" in caplog.messages[-1]

@@ -245,21 +245,6 @@ def test_schedules_go_on(runs, task, expected):
     assert_equal(straight, runs.stopped(f"task={task}", at=[2, 5, 6, 10]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
-    logged = ["task=averaging", *(DDP if ranks > 1 else [])]
-    straight = runs.straight(*logged, ranks=ranks)
-    columns = {
-        name: [row["step"] for row in running.rows(straight) if row[name]]
-        for name in running.rows(straight)[0]
-    }
-    assert columns["mine/loss_epoch"] == columns["mine/largest"] == ["5", "10", "12"]
-    assert columns["mine/loss_step"] == ["4", "8", "12"]
-    assert_equal(
-        straight, runs.stopped(*logged, at=[3, 5, 8] if ranks == 1 else [2, 4, 7], ranks=ranks)
-    )
-
-
 def test_patience_and_best_so_far_go_on(runs):
     """The loss falls, which `mode: max` takes for no progress: two validations later it stops."""
     early = [

@@ -1,6 +1,5 @@
 """The run directory holds what is needed to go on, and nothing of the environment."""
 
-import errno
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ from armature import run_dir
 from armature.checkpoint import directory, resume
 from armature.config import NEEDED
 from armature.errors import ConfigError, NotSaved
+from tests.running import meet_a_full_disk
 
 
 def config(root, **extra):
@@ -51,20 +51,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
         "auto",
     )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
-
-
-def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("MARKER", "s3cr3t-value")
-    cfg = config(
-        tmp_path,
-        key="${oc.env:MARKER}",
-        nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"},
-    )
-    directory = run_dir.write(run_dir.decide(cfg, label="x"), [])
-    assert "s3cr3t-value" not in (directory / "config.yaml").read_text()
-    back = run_dir.read(directory)
-    assert back.key == back.nested.again == "s3cr3t-value"
-    assert back.nested.text == "x-s3cr3t-value"
 
 
 def test_unnamed_runs_never_share_a_directory(tmp_path):
@@ -238,11 +224,8 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
 
 
 def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     cfg = run_dir.decide(config(tmp_path), label="x")
-    monkeypatch.setattr(run_dir.files, "replace", full)
+    monkeypatch.setattr(run_dir.files, "replace", meet_a_full_disk)
     with pytest.raises(
         ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"
     ):

@@ -2,10 +2,7 @@
 documents do not mix.
 """
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +18,8 @@ from armature.data.chat.source import Conversations, token_ids
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
+from tests import running
 from tests.data.chat_parts import CHAT, small_tokenizer, write
-
-ROOT = Path(__file__).parents[2]
 
 
 def chat(i: int, answer: str = "fine") -> dict:
@@ -248,10 +244,9 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
         "trainer.val_every_n_steps=6",
         f"run.root={tmp_path}",
     ]
-    for name in ("straight", "stopped"):
-        limits = ["trainer.max_steps=6"] if name == "stopped" else []
-        train(*words, f"run.name={name}", "scheduler=constant", *limits)
-    train(*words, "run.name=stopped", "scheduler=constant")
+    stopped = ("run.name=stopped", "trainer.max_steps=6")
+    for more in (("run.name=straight",), stopped, stopped[:1]):
+        running.call("train.py", *words, "scheduler=constant", *more, cwd=tmp_path)
     straight, stopped = (
         state.read_whole(sorted((tmp_path / name / "checkpoints").glob("step=*"))[-1])["state_dict"]
         for name in ("straight", "stopped")
@@ -262,9 +257,3 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
     )
     assert "<|im_" not in answer
     assert "how 3" not in answer
-
-
-def train(*words: str) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]

@@ -57,19 +57,15 @@ def logits(root: Path) -> dict[str, float]:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from armature.checkpoint import huggingface
     from armature.models.huggingface.model import SequenceClassifier
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     ids, found = torch.randint(3, 320, (3, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
     ids[0, 7:], ids[1, 20:] = -100, -100
     for kind in KINDS:
-        with torch.device("meta"):
-            model = SequenceClassifier(
-                pretrained=str(root / kind), context=CONTEXT, classes=CLASSES
-            )
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
+        model = folders.read(
+            SequenceClassifier, pretrained=str(root / kind), context=CONTEXT, classes=CLASSES
+        )
         theirs = AutoModelForSequenceClassification.from_pretrained(
             root / kind, dtype=torch.float32
         ).eval()
@@ -77,7 +73,7 @@ def logits(root: Path) -> dict[str, float]:
             alone = torch.cat(
                 [theirs(row[row >= 0][None]).logits for row in ids]
             )  # each without padding
-            found[kind] = float((model.eval()(ids) - alone).abs().max())
+            found[kind] = float((model(ids) - alone).abs().max())
     return found
 
 

@@ -61,22 +61,20 @@ def logits(root: Path) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file
 
-    from armature.checkpoint import huggingface
     from armature.models.timm import package
     from armature.models.timm.model import ImageClassifier
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     timm, found = package.load(), {}
     for kind, (architecture, args, side) in KINDS.items():
-        with torch.device("meta"):
-            model = ImageClassifier(pretrained=str(root / kind), classes=CLASSES, new_head=False)
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
+        model = folders.read(
+            ImageClassifier, pretrained=str(root / kind), classes=CLASSES, new_head=False
+        )
         theirs = timm.create_model(architecture, num_classes=CLASSES, in_chans=1, **args)
         theirs.load_state_dict(load_file(root / kind / "model.safetensors"))
         images = torch.randn(4, 1, side, side, generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
-            found[kind] = float((model.eval()(images) - theirs.eval()(images)).abs().max())
+            found[kind] = float((model(images) - theirs.eval()(images)).abs().max())
     return found
 
 

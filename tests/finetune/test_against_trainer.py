@@ -3,7 +3,6 @@ adapters, peft's.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,9 +102,7 @@ def train(
         *([] if "strategy" in own else ["strategy=single"]),
         *more,
     ]
-    command = [sys.executable, str(running.ROOT / "train.py"), *words]
-    result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = running.call("train.py", *words, cwd=root, ranks=ranks)
     assert ranks > 1 or f"next: python scripts/generate.py {root / name} --chat" in result.stderr
     return root / name
 

@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from armature import config
@@ -27,7 +26,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 from armature.strategies.single import SingleDevice
-from tests.finetune.folders import write_model
+from tests.finetune.folders import write_random_model
 from tests.support.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
@@ -41,17 +40,8 @@ SIZES = {
 }
 
 
-def write_base(path: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Write a folder with random weights, in two files."""
-    generator = torch.Generator().manual_seed(seed)
-    write_model(path, **{**SIZES, **changes})
-    for file in sorted(path.glob("*.safetensors")):
-        tensors = {
-            name: 0.2 * torch.randn(value.shape, generator=generator)
-            for name, value in load_file(file).items()
-        }
-        save_file(tensors, file, metadata={"format": "pt"})
-    return path
+def write_base(path: Path, **changes: Any) -> Path:
+    return write_random_model(path, **{**SIZES, **changes})
 
 
 @pytest.fixture

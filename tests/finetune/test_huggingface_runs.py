@@ -85,8 +85,15 @@ def train(root: Path, *more: str, code: int = 0) -> str:
     return command(*words, *more, code=code)
 
 
-def losses(run: Path) -> list[float]:
-    return [float(row["train/loss"]) for row in running.rows(run)]
+def assert_measured_as_at_the_end(run: Path) -> None:
+    """evaluate.py prints what the run measured on its test split."""
+    words = (run, "--split", "test", "--accelerator", "cpu")
+    shown = command(running.ROOT / "scripts" / "evaluate.py", *words)
+    found = dict(line.split() for line in shown.splitlines() if line.startswith("  test/"))
+    measured = running.summary(run)["metrics"]
+    assert {*found} == {"test/loss", "test/accuracy"}
+    for name, value in found.items():
+        assert float(value) == pytest.approx(measured[name], abs=1e-5), name
 
 
 def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
@@ -100,7 +107,7 @@ def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
     train(tmp_path, *run, "trainer.max_steps=2")
     base.unlink()
     assert "is not there any more" in train(tmp_path, *run, "trainer.max_steps=4")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")  # bit for bit
     convert = running.ROOT / "scripts" / "convert.py"
     assert "its logits are the run's" in command(convert, tmp_path / "run", tmp_path / "out")
     ours, theirs = (
@@ -148,7 +155,7 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
     )
     more.append(f"model.pretrained={moved}")
     assert "parameters are trained" in train(tmp_path, "run.name=run", *more, "trainer.max_steps=4")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")  # bit for bit
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
     command(
         scripts / "generate.py",

@@ -99,20 +99,16 @@ def logits(root: Path) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from armature.checkpoint import huggingface
     from armature.models.huggingface.model import CausalLM
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     ids, found = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
     for kind in (*KINDS, *RECURRENT):
-        with torch.device("meta"):
-            model = CausalLM(pretrained=str(root / kind), context=CONTEXT)
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
+        model = folders.read(CausalLM, pretrained=str(root / kind), context=CONTEXT)
         theirs = AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32).eval()
         with torch.no_grad():
             expected = theirs(ids).logits
-            found[kind] = float((model.eval()(ids) - expected).abs().max())
+            found[kind] = float((model(ids) - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
             parts = (
                 [17, *[1] * 31] if kind in RECURRENT else [17, 1, 1, 9, 1, 19]
