@@ -95,6 +95,14 @@ def read(kind: Callable[..., Any], **arguments: Any) -> Any:
     return model.eval()
 
 
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a folder, of all of its files."""
+    from safetensors.torch import load_file
+
+    files = map(load_file, path.glob("*.safetensors"))
+    return {name: value for file in files for name, value in file.items()}
+
+
 def write_tokenizer(path: Path, tokens: int) -> None:
     from tokenizers import Tokenizer, models
 

@@ -75,7 +75,7 @@ def test_what_is_not_the_base_model_is_named(model, tmp_path):
     assert f"Its base model was {model}. Type model.pretrained=FOLDER" in told
 
     assert "its weights have other values" in says(
-        write_base(tmp_path / "a", seed=1), needed, checkpoint
+        write_base(tmp_path / "a", seed=2), needed, checkpoint
     )
     told = says(write_base(tmp_path / "b", rope_theta=1e6), needed, checkpoint)
     assert f"its config.json is not the run's, {tmp_path}/run/pretrained/config.json." in told
@@ -95,6 +95,7 @@ CHAIN = [
     "ddp 2",
     "fsdp 2",
     "hsdp 2×2",
+    "tensor 2",
     "tensor 2, sequence parallel",
     "pipeline 2, 1f1b",
     "fsdp 2 × tensor 2",
@@ -202,7 +203,7 @@ def test_what_checkpoints_leave_out_follows_from_where_the_weights_come_from(mod
     )
     assert check.left_out(cfg, adapters) == base.record(model)
     with pytest.raises(ConfigError, match="other values"):
-        check.left_out(run_config(write_base(tmp_path / "other", seed=1)), adapters)
+        check.left_out(run_config(write_base(tmp_path / "other", seed=2)), adapters)
 
 
 def test_a_resume_needs_the_base_model_of_its_checkpoint(model, tmp_path):
@@ -218,7 +219,7 @@ def test_a_resume_needs_the_base_model_of_its_checkpoint(model, tmp_path):
         check.fill(run_config(model))  # not the run's copy, which has no weights
     assert check.fill(run_config(moved)).model.pretrained == str(moved)
     elsewhere = {"root": str(tmp_path / "runs"), "name": "b"}
-    other = write_base(tmp_path / "other", seed=1)
+    other = write_base(tmp_path / "other", seed=2)
     with pytest.raises(ConfigError, match="other values"):
         check.fill(run_config(other, run=elsewhere, resume=str(checkpoint)))
     assert check.fill(run_config(other, run=elsewhere)).model.width == 32  # a new run

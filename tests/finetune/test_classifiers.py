@@ -10,13 +10,13 @@ import pytest
 
 from tests import needs, running
 from tests.data.chat_parts import folder as write_tokenizer
+from tests.finetune import classifier_models, extras
 from tests.finetune.classifier_models import KINDS
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
 from tests.finetune.test_huggingface_runs import EVERY, assert_measured_as_at_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).with_name("classifier_models.py")
 WITH_PLAN = ("llama", "qwen3")  # transformers has none for the others
 WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "how are you"}
 
@@ -25,15 +25,14 @@ WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "
 def folders(tmp_path_factory):
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("classifiers")
-    command(SCRIPT, "make", root)
+    extras.call(classifier_models.make, root)
     for path in root.iterdir():
         write_tokenizer(path)
     return root
 
 
 def test_logits_are_transformers_own_of_each_text_without_padding(folders):
-    command(SCRIPT, "logits", folders, folders / "logits.json")
-    far = json.loads((folders / "logits.json").read_text())
+    far = extras.call(classifier_models.logits, folders)
     assert {*far} == {*KINDS}
     assert max(far.values()) <= 2e-5, far
 
@@ -44,9 +43,7 @@ def test_logits_are_transformers_own_of_each_text_without_padding(folders):
 )
 def test_layouts_train_as_one_process_does(folders, kind, adapter):
     layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
-    out = folders / f"{kind}-{adapter}.json"
-    command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
-    assert_equal(out, layouts)
+    assert_equal(extras.call(classifier_models.fit, folders, kind, layouts, adapter), layouts)
 
 
 @pytest.fixture(scope="module")

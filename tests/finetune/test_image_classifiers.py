@@ -11,26 +11,25 @@ import pytest
 from armature.finetune import folder
 from tests import needs, running
 from tests.data.test_people_data import write_images
+from tests.finetune import extras, image_models
 from tests.finetune.extras import command
 from tests.finetune.image_models import KINDS
 from tests.finetune.layouts import assert_equal
 from tests.finetune.test_huggingface_runs import EVERY, assert_measured_as_at_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).with_name("image_models.py")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     needs.extra("timm")
     root = tmp_path_factory.mktemp("images")
-    command(SCRIPT, "make", root)
+    extras.call(image_models.make, root)
     return root
 
 
 def test_logits_are_timms_own(folders):
-    command(SCRIPT, "logits", folders, folders / "logits.json")
-    far = json.loads((folders / "logits.json").read_text())
+    far = extras.call(image_models.logits, folders)
     assert {*far} == {*KINDS}
     assert max(far.values()) <= 1e-6, far
 
@@ -42,9 +41,7 @@ def test_layouts_train_as_one_process_does(folders, kind):
         for name in EVERY
         if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
     ]
-    out = folders / f"{kind}.json"
-    command(SCRIPT, "fit", folders, kind, out, *layouts)
-    assert_equal(out, layouts)
+    assert_equal(extras.call(image_models.fit, folders, kind, layouts), layouts)
 
 
 def train(root: Path, base: Path, *more: str, code: int = 0) -> str:

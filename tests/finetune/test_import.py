@@ -16,11 +16,10 @@ from armature.finetune import architecture, built, check, folder
 from armature.finetune.export import read_decoder
 from armature.models.decoder.model import Decoder
 from tests import forked, needs, running
-from tests.finetune import extras
-from tests.finetune.folders import read
+from tests.finetune import extras, reference
+from tests.finetune.folders import read, tensors
 from tests.finetune.reference import FAMILIES, ids
 
-REFERENCE = Path(__file__).with_name("reference.py")
 NEAR = 2e-5
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.slow
 def folders(tmp_path_factory):
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("folders")
-    extras.command(REFERENCE, "make", root)
+    extras.call(reference.make, root)
     return root
 
 
@@ -150,7 +149,7 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(
     words = ("outputs/single", "--tokens", "1", named)
     result = running.script("generate.py", *words, cwd=tmp_path)
     assert "holds all weights of the model, so none is read from that folder" in result.stderr
-    extras.command(REFERENCE, "logits", out, tmp_path / "theirs.safetensors")
+    extras.call(reference.write_logits, out, tmp_path / "theirs.safetensors")
     with torch.no_grad():
         ours = read_decoder(out, context=48)(ids())
     assert float((ours - load_file(tmp_path / "theirs.safetensors")["logits"]).abs().max()) <= NEAR
@@ -188,14 +187,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     )
     line = export.export(cfg, checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert "its logits are the run's" in line
-    found, there = (
-        {
-            key: value
-            for file in sorted(path.glob("*.safetensors"))
-            for key, value in load_file(file).items()
-        }
-        for path in (tmp_path / "out", source)
-    )
+    found, there = tensors(tmp_path / "out"), tensors(source)
     assert found.keys() == there.keys()
     assert all(torch.equal(found[key], there[key]) for key in there)
     assert folder.weights(tmp_path / "out").problems == ()
