@@ -110,24 +110,23 @@ def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatc
         assert run_dir.decide(cfg, label="x", trial="mine").checkpoint.root == root
 
 
+def checkpoint_at(path):
+    path.mkdir(parents=True)
+    for name in (names := [directory.META, directory.TENSOR_INDEX]):
+        (path / name).touch()
+    directory.write_manifest(path, directory.describe(path, names), {})
+    return path
+
+
 def test_the_pointer_names_the_checkpoint(tmp_path):
     checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step=000002").mkdir(parents=True)
-    names = [directory.META, directory.TENSOR_INDEX]
-    for name in names:
-        (checkpoints / "step=000002" / name).touch()
-    assert resume.last_checkpoint(tmp_path) is None  # half-written
-    directory.write_manifest(
-        checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", names), {}
-    )
+    only = checkpoint_at(checkpoints / "step=000002")
     (checkpoints / "last").write_text("step=000002\n")
-    assert (
-        resume.last_checkpoint(tmp_path)
-        == resume.last_checkpoint(checkpoints / "step=000002")
-        == checkpoints / "step=000002"
-    )
+    assert resume.last_checkpoint(tmp_path) == resume.last_checkpoint(only) == only
     (checkpoints / "last").write_text("step=000004\n")
-    assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
+    assert resume.last_checkpoint(tmp_path) == only  # what it names is gone
+    (only / "manifest.json").unlink()
+    assert resume.last_checkpoint(tmp_path) is None  # half-written
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.safetensors"])
@@ -135,14 +134,6 @@ def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, na
     (tmp_path / name).touch()
     cfg = config(tmp_path, resume=str(tmp_path / name), checkpoint={"root": None, "trust": False})
     assert bool(resume.problems(cfg)) == (name == "x.safetensors")
-
-
-def checkpoint_at(path):
-    path.mkdir(parents=True)
-    for name in (names := [directory.META, directory.TENSOR_INDEX]):
-        (path / name).touch()
-    directory.write_manifest(path, directory.describe(path, names), {})
-    return path
 
 
 def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_path, monkeypatch):

@@ -1,6 +1,4 @@
-"""Conversations: what is read, refused, cut and held out, how rows are packed, and that packed
-documents do not mix.
-"""
+"""Conversations: what is read, refused, cut and held out, and how rows are packed."""
 
 from functools import partial
 
@@ -16,7 +14,6 @@ from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations, token_ids
 from armature.errors import ConfigError
-from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
 from tests import running
 from tests.data.chat_parts import CHAT, small_tokenizer, write
@@ -68,27 +65,6 @@ def test_targets_are_the_tokens_after_the_inputs_where_the_assistant_wrote(sourc
     assert documents[0] == 0
     assert documents[-1] == 2  # the padding
     assert {t for t, d in zip(targets, documents, strict=True) if d == 2} == {IGNORED}
-
-
-def test_packed_documents_compute_what_each_computes_alone(source):
-    rows = data(source([chat(i, "fine " * (i % 5 + 1)) for i in range(8)])).dataset("train")
-    batch = rows.batch([0])
-    torch.manual_seed(0)
-    model = Decoder(vocab_size=320, context=64, width=32, layers=2, heads=4, kv_heads=2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)
-        packed = model(batch["inputs"], documents=batch["documents"])[0]
-        numbers = batch["documents"][0]
-        for number in numbers.unique():
-            own = numbers == number
-            torch.testing.assert_close(
-                packed[own], model(batch["inputs"][:, own])[0], atol=1e-4, rtol=1e-4
-            )
-        changed = torch.where(batch["documents"] == 0, (batch["inputs"] + 1) % 320, batch["inputs"])
-        again = model(changed, documents=batch["documents"])[0]
-    assert not torch.equal(packed[numbers == 0], again[numbers == 0])
-    assert torch.equal(packed[numbers > 0], again[numbers > 0])
 
 
 def test_long_conversations_are_cut_or_dropped_and_counted(source):

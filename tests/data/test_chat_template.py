@@ -17,7 +17,6 @@ from tests.data.chat_parts import (
     INSTRUCT,
     STYLES,
     TAGGED,
-    THINKING,
     TOOL_CHAT,
     TOOL_STYLES,
     TOOLS,
@@ -136,25 +135,6 @@ def test_arguments_are_kept_in_the_template(tmp_path):
 
 
 CALL = {"name": "add", "arguments": {"a": 1}}
-CALLING = [
-    CHAT[0],
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "2"},
-    CHAT[1],
-]
-
-
-@pytest.mark.parametrize("source", [THINKING, THINKING.replace("loop.index0 > ns.last", "false")])
-def test_a_tool_call_is_learned_as_the_template_writes_it(source):
-    source = source.replace("m.content.split", "(m.content or '').split").replace(
-        "in m.content", "in (m.content or '')"
-    )
-    thought = "<think>\n\n</think>\n\n" if source.count("ns.last %}") else ""
-    text = marked(source, CALLING)
-    assert "⟧\n<|im_start|>tool\n2<|im_end|>\n" in text
-    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧'
-    assert call in text
-    assert text.endswith(f"<|im_start|>assistant\n{thought}⟦I am fine<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("content", ["", None, "wait"])
