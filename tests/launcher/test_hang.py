@@ -20,18 +20,14 @@ Thread 0x00007f0000000000 (most recent call first):
 """
 
 
-def progress(**options):
-    return Progress(**{"place": "train after step 7", "seconds": 5.0, "deadline": 0.0,
-                       "log_size": 0} | options)  # fmt: skip
-
-
 def test_the_report_has_the_users_line_and_the_collective_of_each_rank(tmp_path):
     library = next(path for path in sys.path if path.endswith("site-packages"))
     older = 'Thread 0x1 (most recent call first):\n  File "/home/me/old.py", line 1 in old\n'
     (tmp_path / "rank_0000.log").write_text(older + DUMP.format(library=library))
     (tmp_path / "rank_0001.log").write_text(older)
     (tmp_path / hang.FLIGHT.format(rank=0)).write_text(json.dumps(["all_reduce of [[4096]]"]))
-    ranks = {rank: progress(log_size=len(older)) for rank in (0, 1)}
+    step = Progress(place="train after step 7", seconds=5.0, deadline=0.0, log_size=len(older))
+    ranks = {rank: step for rank in (0, 1)}
     lines, text = hang.report(tmp_path, tmp_path, ranks=ranks)
     assert lines[0].startswith("rank 0: train after step 7, at /home/me/task.py:7 training_step")
     assert "all_reduce of [[4096]]" in lines[0]

@@ -18,7 +18,7 @@ from armature.planning.setup import Setup
 from armature.project import CONFIGS
 
 GIB = 2**30
-H100, A100 = devices.named("h100_80gb"), devices.named("a100_80gb")
+H100 = devices.named("h100_80gb")
 
 
 def arguments(name: str) -> dict[str, Any]:
