@@ -3,7 +3,6 @@ and the remedy.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from hydra import compose
@@ -18,8 +17,6 @@ from armature.validation import numbers, quoting, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
-
-CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def words(text: str) -> list[str]:

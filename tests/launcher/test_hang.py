@@ -27,7 +27,7 @@ def test_the_report_has_the_users_line_and_the_collective_of_each_rank(tmp_path)
     (tmp_path / "rank_0001.log").write_text(older)
     (tmp_path / hang.FLIGHT.format(rank=0)).write_text(json.dumps(["all_reduce of [[4096]]"]))
     step = Progress(place="train after step 7", seconds=5.0, deadline=0.0, log_size=len(older))
-    ranks = {rank: step for rank in (0, 1)}
+    ranks = dict.fromkeys((0, 1), step)
     lines, text = hang.report(tmp_path, tmp_path, ranks=ranks)
     assert lines[0].startswith("rank 0: train after step 7, at /home/me/task.py:7 training_step")
     assert "all_reduce of [[4096]]" in lines[0]
