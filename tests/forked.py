@@ -202,13 +202,13 @@ def _run(
     for path in {stdout, stderr}:
         path.write_text("")
     env = dict(os.environ) if env is None else env
-    port = _free_port() if ranks > 1 else 0
+    port = free_port()
     pids = [
         _start(
             command,
             stdout,
             stderr,
-            env={**env, **_joined(rank, ranks, port)},
+            env={**env, **(joined(rank, ranks, port) if ranks > 1 else {})},
             cwd=cwd,
             seconds=seconds,
         )
@@ -218,16 +218,14 @@ def _run(
     return {"codes": codes, "stdout": stdout.read_text(), "stderr": stderr.read_text()}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _joined(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets; none for a process that trains alone."""
-    if ranks == 1:
-        return {}
+def joined(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armature.data.base import DataModule
-from tests.resume_parts import Recording
 
 
 class BadGradient(torch.autograd.Function):
@@ -57,17 +56,6 @@ class Breaking(nn.Module):
         if targets is None:
             return outputs
         return F.cross_entropy(outputs, targets)
-
-
-class OwnBackward(Recording):
-    """A loss of two numbers, whose sum `backward` takes."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return torch.stack([loss, 0 * loss])
-
-    def backward(self, loss: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss.sum().backward()
 
 
 class Numbered(torch.utils.data.Dataset):

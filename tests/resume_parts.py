@@ -3,7 +3,6 @@ was given.
 """
 
 import os
-import random
 import signal
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
@@ -90,19 +89,6 @@ class StopInValidation(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Plateau(Recording):
-    """Halves the rate at the end of each epoch, since its metric never falls."""
-
-    def configure_optimizers(self):
-        assert self.model is not None
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        schedule = ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"},
-        }
-
-
 class Epochwise(Recording):
     """Lightning's default: the schedule moves on at the end of each epoch."""
 
@@ -110,43 +96,6 @@ class Epochwise(Recording):
         assert self.model is not None
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.5)}
-
-
-class Averaging(Recording):
-    """Logs as Lightning's users do: a value a step, its mean over the epoch, and a callback's
-    maximum.
-    """
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("mine/loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["inputs"]))
-        self.log(
-            "mine/largest", batch["inputs"].max(), on_step=False, on_epoch=True, reduce_fx="max"
-        )
-        return loss
-
-
-class Drawing(Recording):
-    """Draws where a process starts and in each transfer, and keeps a state that its last hook of a
-    step moves on.
-    """
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_buffer("slow", torch.zeros(()))
-
-    def on_train_start(self):
-        self.started = torch.rand(3), np.random.rand(3)
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        if not self.trainer.training:
-            return batch
-        noise = torch.randn_like(batch["inputs"]) + random.random() + float(np.random.rand())
-        return {**batch, "inputs": batch["inputs"] + 0.1 * noise}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.slow.mul_(0.9).add_(0.1 * outputs["loss"])
-        self.log("mine/slow", self.slow, on_step=True, on_epoch=False)
 
 
 class Estimating(Recording):

@@ -1,5 +1,6 @@
 """Start train.py for tests, on a tiny model and a small corpus, and read what it wrote."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -69,6 +71,11 @@ def wait_for(condition, *, seconds: float, what: str) -> None:
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
+def meet_a_full_disk(*args: object, **kwargs: object) -> NoReturn:
+    """In place of a function that writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def rows(run_dir: Path) -> list[dict[str, str]]:
     return read(run_dir / "metrics.csv")[1]
 
@@ -81,12 +88,10 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def command(
-    *overrides: str, corpus: Path, launcher: list[str] | None = None, tiny: bool = True
-) -> list[str]:
+def command(*overrides: str, corpus: Path, launcher: list[str] | None = None) -> list[str]:
     return [
         *(launcher or [sys.executable, str(ROOT / "train.py")]),
-        *(TINY if tiny else []),
+        *TINY,
         f"data.path={corpus}",
         *overrides,
     ]
@@ -138,15 +143,23 @@ def run(
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+def call(
+    file: str, *words: str | Path, cwd: Path, code: int | None = 0, ranks: int = 1, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script of ours, such as train.py, to its end.
+
+    Args:
+        code: the exit code that it must have; None: any.
+    """
+    command = [sys.executable, str(ROOT / file), *map(str, words)]
+    result = run(command, cwd=cwd, env=environment(**extra), ranks=ranks)
+    assert code in (None, result.returncode), result.stdout[-2000:] + result.stderr[-6000:]
+    return result
+
+
 def script(name: str, *arguments: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME to its end, without an error."""
-    result = run(
-        [sys.executable, str(ROOT / "scripts" / name), *arguments],
-        cwd=cwd,
-        env=environment(**extra),
-    )
-    assert result.returncode == 0, result.stderr[-6000:]
-    return result
+    return call(f"scripts/{name}", *arguments, cwd=cwd, **extra)
 
 
 def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.Popen[str]:

@@ -23,31 +23,18 @@ from tests.sampled import sampled
 ROOT = Path(__file__).parents[1]
 
 
-def train(*overrides: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = running.environment(ARMATURE_CACHE=str(cwd / "cache"), **environment)
-    return running.run([sys.executable, str(ROOT / "train.py"), *overrides], cwd=cwd, env=env)
-
-
-def refused(result: subprocess.CompletedProcess[str], *words: str) -> str:
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr
-    return result.stderr
+def refused(typed: list[str], *words: str, cwd: Path, **environment: str) -> str:
+    """Return what train.py answers to what is typed."""
+    environment["ARMATURE_CACHE"] = str(cwd / "cache")
+    stderr = running.call("train.py", *typed, cwd=cwd, code=2, **environment).stderr
+    assert "Traceback" not in stderr
+    assert [word for word in words if word not in stderr] == [], stderr
+    return stderr
 
 
 CASES = {
-    "misspelt key": (["trainer.devces=2"], ["trainer.devces", "Did you mean 'trainer.devices'?"]),
     "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
-    "misspelt option": (
-        ["strategy=fspd"],
-        ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"],
-    ),
     "not key=value": (["trainer.devices"], ["key=value"]),
-    "wrong type": (
-        ["trainer.max_steps=many"],
-        ["trainer.max_steps=many", "must be a whole number from 1"],
-    ),
     "not one of the choices": (
         ["trainer.precision=bf16"],
         ["trainer.precision=bf16", "bf16-mixed"],
@@ -203,7 +190,7 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_mistake_is_refused(name, folder):
     overrides, words = CASES[name]
-    refused(train(*overrides, cwd=folder, HOME=str(folder)), *words)
+    refused(overrides, *words, cwd=folder, HOME=str(folder))
     assert not (folder / "outputs").exists()
 
 
@@ -227,24 +214,13 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
 @pytest.mark.guarantee
 def test_several_mistakes_are_told_together(folder):
     typed = ["trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", "optimizer.lr=-1"]
-    stderr = refused(train(*typed, cwd=folder))
-    assert "4 problems" in stderr
-    assert all(word in stderr for word in ("trainer.devces", "dpp", "many", "lr=-1"))
+    refused(typed, "4 problems", "trainer.devces", "dpp", "many", "lr=-1", cwd=folder)
 
 
 @pytest.mark.guarantee
 def test_several_mistakes_of_the_second_kind_are_told_together(folder):
-    stderr = refused(
-        train(
-            "trainer.precision=bf16",
-            "+model.dept=3",
-            "resume=nowhere",
-            "logger=wandb",
-            cwd=folder,
-            HOME=str(folder),
-        )
-    )
-    assert "4 problems" in stderr
+    typed = ["trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb"]
+    refused(typed, "4 problems", cwd=folder, HOME=str(folder))
 
 
 FILES = {
@@ -299,7 +275,7 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
     assert problem.startswith(expected)
     (problem,) = explain(Exception(), [searched, "experiment=main"])
     assert "Did you mean 'mine'?" in problem
-    refused(train("--config-dir", str(tmp_path / "own"), "experiment=mine", cwd=folder), expected)
+    refused(["--config-dir", str(tmp_path / "own"), "experiment=mine"], expected, cwd=folder)
 
 
 def test_values_of_a_sweep_are_typed_by_their_keys():
@@ -311,20 +287,20 @@ def test_values_of_a_sweep_are_typed_by_their_keys():
     )
 
 
-@pytest.mark.parametrize("typed", [["data.samples=1000000000000"], ["data.held_out=1000000000000"]])
-def test_data_larger_than_memory(tmp_path, typed):
-    started = train("experiment=example", "run.name=big", *typed, cwd=tmp_path)
-    refused(started, "cannot hold the", "Type smaller sizes")
+@pytest.mark.parametrize("key", ["samples", "held_out"])
+def test_data_larger_than_memory(tmp_path, key):
+    typed = ["experiment=example", "run.name=big", f"data.{key}=1000000000000"]
+    refused(typed, "cannot hold the", "Type smaller sizes", cwd=tmp_path)
 
 
 def test_more_gpus_than_there_are(folder):
-    refused(train("trainer.accelerator=gpu", "trainer.devices=99", cwd=folder), "trainer.")
+    refused(["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.", cwd=folder)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_output_folder(tmp_path):
     tmp_path.chmod(0o500)
-    refused(train(f"run.root={tmp_path}/outputs", cwd=ROOT), "cannot be written")
+    refused([f"run.root={tmp_path}/outputs"], "cannot be written", cwd=ROOT)
 
 
 @pytest.mark.guarantee

@@ -3,7 +3,6 @@ and the remedy.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from hydra import compose
@@ -18,8 +17,6 @@ from armature.validation import quoting, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
-
-CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def words(text: str) -> list[str]:
@@ -332,28 +329,6 @@ def test_a_stranger_s_run_allows_no_packages(tmp_path):
         targets.check(cfg, overrides=["launch.allowed_packages=[shutil]"])
 
 
-DAMAGED = {
-    "empty": b"",
-    "NUL": bytes(400),
-    "no text": b"\xff\xfe\x80",
-    "half": b"run:\n  name: [a",
-    "deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("content", sampled(DAMAGED.values(), 3), ids=DAMAGED)
-def test_a_file_that_a_loss_of_power_damaged_is_named_or_passed_over(tmp_path, content, caplog):
-    for name in ("summary.json", "config.yaml"):
-        (tmp_path / name).write_bytes(content)
-    assert run_dir.read_summary(tmp_path) is None
-    assert "summary.json is damaged" in caplog.text
-    with pytest.raises(
-        ConfigError,
-        match=r"config.yaml is damaged .* checkpoints beside it are not affected.*type rm",
-    ):
-        run_dir.read(tmp_path)
-
-
 def test_a_config_that_grows_without_end_is_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
@@ -364,17 +339,6 @@ def test_a_config_that_grows_without_end_is_refused(tmp_path):
         json.dumps({"metrics": {}, "global_step": 1, "stop_reason": "finished"})
     )
     assert run_dir.read_summary(tmp_path) is not None
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "ARMATURE_DEADLINE", "RANK"])
-def test_a_variable_that_is_no_number_is_named(name, monkeypatch):
-    from armature.launcher import environment
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv(name, "soon")
-    with pytest.raises(ConfigError, match=f"{name}=soon: must be a number"):
-        _ = environment.world_size(), environment.rank(), environment.deadline()
 
 
 def test_validation_that_is_switched_off_is_warned_of(caplog):

@@ -1,63 +1,50 @@
 """predict.py and evaluate.py call the callbacks of a run, as Lightning's Trainer does."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import armature
 from tests import running
+from tests.plain_runs import CONFIGS, LINE
 
 pytestmark = pytest.mark.slow
 PACKAGES = "launch.allowed_packages=[armature,torch.nn,torch.optim,lightning.pytorch,tests]"
 
 
-def command(script, *words, cwd):
-    path = f"{running.ROOT / 'src'}:{running.ROOT}"
-    return running.run(
-        [sys.executable, str(running.ROOT / script), *words],
-        cwd=cwd,
-        env=running.environment(PYTHONPATH=path),
-    )
+PATHS = f"{running.ROOT / 'src'}:{running.ROOT}"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run with a writer of predictions."""
     cwd = tmp_path_factory.mktemp("run")
-    ended = command(
+    running.call(
         "train.py",
         "--config-dir",
-        str(running.ROOT / "tests" / "plain_configs"),
+        CONFIGS,
         "experiment=plain",
-        "task._target_=tests.plain_parts.Line",
+        LINE,
         "+data.held_out=11",
         "run.name=mine",
         f"+callbacks.writer={{_target_:tests.plain_parts.Writer,folder:{cwd / 'config'}}}",
         cwd=cwd,
+        PYTHONPATH=PATHS,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
     return cwd
 
 
-def done(script, *words, cwd):
-    ended = command(script, "outputs/mine", PACKAGES, *words, cwd=cwd)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended
+def script(name, *words, cwd, code=0):
+    """Run a script on the run, and return what it says."""
+    file = f"scripts/{name}.py"
+    return running.call(file, "outputs/mine", *words, cwd=cwd, code=code, PYTHONPATH=PATHS).stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_writer_of_the_run_writes_each_process_s_predictions(ranks, trained):
     folder = trained / f"written{ranks}"
     words = () if ranks == 1 else ("trainer.devices=2",)
-    done(
-        "scripts/predict.py",
-        f"out=p{ranks}.csv",
-        f"callbacks.writer.folder={folder}",
-        *words,
-        cwd=trained,
-    )
+    words = (f"out=p{ranks}.csv", f"callbacks.writer.folder={folder}", *words)
+    script("predict", PACKAGES, *words, cwd=trained)
     found = {}
     for rank in range(ranks):
         saved = torch.load(folder / f"rank{rank}.pt")
@@ -74,7 +61,7 @@ def test_a_writer_of_the_run_writes_each_process_s_predictions(ranks, trained):
 def test_a_callback_is_added_and_left_out(trained):
     folder = trained / "added"
     added = f"+callbacks.other={{_target_:tests.plain_parts.Writer,folder:{folder}}}"
-    done("scripts/predict.py", "out=added.csv", added, "~callbacks.writer", cwd=trained)
+    script("predict", PACKAGES, "out=added.csv", added, "~callbacks.writer", cwd=trained)
     assert (folder / "rank0.pt").exists()
     assert not (trained / "config" / "rank0.pt").exists()
 
@@ -92,29 +79,22 @@ def test_a_callback_is_added_and_left_out(trained):
     ],
 )
 def test_a_mistake_in_a_typed_callback_is_named(typed, message, trained):
-    ended: subprocess.CompletedProcess = command(
-        "scripts/predict.py", "outputs/mine", PACKAGES, "out=none.csv", typed, cwd=trained
-    )
-    assert ended.returncode == 2
-    assert message in ended.stderr
+    assert message in script("predict", PACKAGES, "out=none.csv", typed, cwd=trained, code=2)
 
 
 @pytest.mark.parametrize("split", ["test", "val"])
 def test_evaluation_calls_hooks_with_the_checkpoint_s_state(split, trained):
     folder = trained / f"evaluated-{split}"
     typed = f"callbacks.writer.folder={folder}"
-    done("scripts/evaluate.py", "--split", split, typed, cwd=trained)
-    what = "test" if split == "test" else "validation in TrainerFn.VALIDATING"
-    hooks = (folder / "hooks0.txt").read_text().splitlines()
-    assert len(hooks) == 1
-    assert hooks[0].endswith("after 8 batches")
-    assert what.split()[0] in hooks[0]
+    script("evaluate", PACKAGES, "--split", split, typed, cwd=trained)
+    (hook,) = (folder / "hooks0.txt").read_text().splitlines()
+    assert hook.endswith("after 8 batches")
+    assert {"test": "test", "val": "validation"}[split] in hook
 
 
 def test_a_callback_typed_where_none_is_called_is_refused(trained):
     typed = "+callbacks.other={_target_:tests.plain_parts.Writer,folder:x}"
-    ended = command("scripts/convert.py", "outputs/mine", "x.safetensors", typed, cwd=trained)
-    assert ended.returncode == 2
-    assert f"{typed} would change nothing here" in ended.stderr
+    said = script("convert", "x.safetensors", typed, cwd=trained, code=2)
+    assert f"{typed} would change nothing here" in said
     with pytest.raises(ValueError, match=r"only evaluate\.py and predict\.py call"):
         armature.load(trained / "outputs" / "mine", overrides=[typed], packages=["tests"])

@@ -115,18 +115,6 @@ def test_models_are_plain_torch():
     assert not found(files("models"), forbidden)
 
 
-def test_nothing_that_trains_knows_the_simulator():
-    """It replaces functions of torch in its processes."""
-    training = [file for file in ALL if file.relative_to(SOURCE).parts[0] != "planning"]
-    assert not found(training, lambda file: starting(imports(file), "armature.planning.simulation"))
-
-
-def test_checks_before_launch_import_no_torch():
-    for file in files("validation"):
-        at_import = {name for names, runs in statements(file) if runs for name in names}
-        assert not starting(at_import, "torch", "lightning"), relative(file)
-
-
 def test_no_import_goes_in_a_circle():
     modules = {
         ".".join(["armature", *file.relative_to(SOURCE).with_suffix("").parts]): file

@@ -1,6 +1,5 @@
 """Files that are whole or not there."""
 
-import errno
 import os
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 from armature import files
 from armature.data import cache
 from armature.errors import ConfigError
+from tests.running import meet_a_full_disk
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -73,22 +73,16 @@ def test_a_folder_is_looked_at_again_before_another_builds_in_it(tmp_path, monke
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     (tmp_path / "a").write_text("before")
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", meet_a_full_disk)
     with pytest.raises(OSError, match="No space left"):
         files.replace(tmp_path / "a", "after")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "before"}
 
 
 def test_a_cache_on_a_full_disk_is_named(tmp_path):
-    def full(part):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(
         ConfigError, match=r"data.source.cache_dir: the disk of .* is full. Make room"
     ):
-        cache.open_or_build(tmp_path / "text", full)
+        cache.open_or_build(tmp_path / "text", meet_a_full_disk)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

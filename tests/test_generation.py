@@ -22,26 +22,27 @@ def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
     assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
 
 
-@pytest.mark.guarantee
-def test_prompts_of_different_lengths_continue_as_each_alone(model):
-    prompts = [
-        [3, 1, 4, 1, 5, 9, 2, 6],
-        [2],
-        [7, 1, 8],
-        list(range(20)),
-    ]  # the last is longer than the context
+def assert_continues_as_alone(model, prompts, *, ends_as: tuple[int, int]) -> list[list[int]]:
+    """Return the text of each prompt alone. All end at the token of one prompt's text, too."""
     alone = [
         generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
         for each in prompts
     ]
-    assert complete(model, prompts[:3], max_new_tokens=30, temperature=0) == alone[:3]
-    assert [len(each) for each in complete(model, prompts, max_new_tokens=30)] == [38, 31, 33, 50]
-
-    eot = alone[1][4]
-    ended = complete(model, prompts[:3], max_new_tokens=30, temperature=0, eot=eot)
-    for prompt, whole, got in zip(prompts, alone, ended, strict=False):
+    assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
+    eot = alone[ends_as[0]][ends_as[1]]
+    ended = complete(model, prompts, max_new_tokens=30, temperature=0, eot=eot)
+    for prompt, whole, got in zip(prompts, alone, ended, strict=True):
         new = whole[len(prompt) :]
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
+    return alone
+
+
+@pytest.mark.guarantee
+def test_prompts_of_different_lengths_continue_as_each_alone(model):
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]
+    alone = assert_continues_as_alone(model, prompts, ends_as=(1, 4))
+    prompts.append(list(range(20)))  # longer than the context
+    assert [len(each) for each in complete(model, prompts, max_new_tokens=30)] == [38, 31, 33, 50]
     first = alone[1][1]
     assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [
         alone[1][:2]
@@ -72,16 +73,7 @@ def decoder(**options) -> Decoder:
 def test_prompts_continue_as_each_alone_with_windows_and_documents(options):
     model = decoder(**options)
     prompts = [[3, 1, 7, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [2], [7, 1, 8, 2], list(range(30))]
-    alone = [
-        generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
-        for each in prompts
-    ]
-    assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
-    eot = alone[2][9]
-    ended = complete(model, prompts, max_new_tokens=30, temperature=0, eot=eot)
-    for prompt, whole, got in zip(prompts, alone, ended, strict=True):
-        new = whole[len(prompt) :]
-        assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
+    assert_continues_as_alone(model, prompts, ends_as=(2, 9))
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])

@@ -20,48 +20,25 @@ OURS = {
     "torchmetrics",
     "torch",
     "numpy",
+    *("psutil", "filelock", "dotenv", "tokenizers", "safetensors"),
+    *("typing_extensions", "packaging"),
+    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
 }
-OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "safetensors", "typing_extensions"}
-OURS |= {"packaging"}
-OURS |= {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
-WITH_LIGHTNING = {
-    "rich",
-    "tqdm",
-    "fsspec",
-    "scipy",
-    "regex",
-    "_distutils_hack",
-}  # torchmetrics looks at each metric
-WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
-TENSORBOARD = {"tensorboard", "google", "absl", "six"}
-# taken in by the above only where something else has installed them
-IF_INSTALLED = {
-    "PIL",
-    "attr",
-    "dill",
-    "boto3",
-    "botocore",
-    "s3transfer",
-    "jmespath",
-    "dateutil",
-    "urllib3",
-    "certifi",
+WITH_OTHERS = {
+    # of Lightning; torchmetrics looks at each metric
+    *("rich", "tqdm", "fsspec", "scipy", "regex", "_distutils_hack"),
+    # of torch
+    *("sympy", "mpmath", "torchgen", "charset_normalizer"),
+    # of these only where something else has installed them; Hydra looks at all of its plugins
+    *("PIL", "attr", "dill", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3"),
+    *("certifi", "hydra_plugins"),
 }
-S3 = {  # Lightning's TensorBoardLogger asks s3fs whether its folder is a bucket
-    *("s3fs", "aiobotocore", "aiohappyeyeballs", "aiohttp", "aioitertools", "aiosignal"),
-    *(
-        "anyio",
-        "frozenlist",
-        "httpx2",
-        "idna",
-        "multidict",
-        "propcache",
-        "sniffio",
-        "wrapt",
-        "yarl",
-    ),
+TENSORBOARD = {
+    *("tensorboard", "google", "absl", "six"),
+    # Lightning's TensorBoardLogger asks s3fs whether its folder is a bucket
+    *("s3fs", "aiobotocore", "aiohappyeyeballs", "aiohttp", "aioitertools", "aiosignal", "anyio"),
+    *("frozenlist", "httpx2", "idna", "multidict", "propcache", "sniffio", "wrapt", "yarl"),
 }
-IF_INSTALLED |= {"hydra_plugins"}  # Hydra looks at all of them
 NEVER = {
     "wandb",
     "transformers",
@@ -111,11 +88,5 @@ def test_a_run_loads_what_it_uses_and_no_more(logger, corpus, cache, tmp_path):
         frozen > 100_000
     )  # the imports' objects: going through them takes 0.8 s of the first sixty steps
     assert not found & NEVER
-    allowed = (
-        OURS
-        | WITH_LIGHTNING
-        | WITH_TORCH
-        | IF_INSTALLED
-        | (TENSORBOARD | S3 if logger == "tensorboard" else set())
-    )
+    allowed = OURS | WITH_OTHERS | (TENSORBOARD if logger == "tensorboard" else set())
     assert found <= allowed, f"loaded and not listed: {sorted(found - allowed)}"

@@ -1,11 +1,10 @@
-"""The launcher in all its ways: in process, elastic agent, torchrun, srun's variables, sweeps,
+"""The launcher in all its ways: in process, elastic agent, torchrun, sweeps,
 signals, errors.
 """
 
 import json
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 TRAIN = str(running.ROOT / "train.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, *TORCHRUN, TRAIN]
 
 
 @pytest.fixture(scope="module")
@@ -71,80 +72,26 @@ def test_one_process_fills_the_run_directory(single):
     assert (single / "logs" / "rank_0000.log").exists()
 
 
-def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_path):
-    running.train("strategy=ddp", "trainer.devices=2", "run.name=run", cwd=tmp_path, corpus=corpus)
-    run_dir = tmp_path / "outputs" / "run"
-    assert_same_losses(run_dir, single)
-    assert [float(r["train/grad_norm"]) for r in running.rows(run_dir)] == pytest.approx(
-        [float(r["train/grad_norm"]) for r in running.rows(single)], rel=1e-5
-    )
-    assert running.summary(run_dir)["world_size"] == 2
-    assert running.summary(run_dir)["metrics"]["val/loss"] == pytest.approx(
-        running.summary(single)["metrics"]["val/loss"], rel=0.05
-    )  # limit_val_batches counts each rank's batches, so the two saw different shares of the split
-    assert (run_dir / "logs" / "rank_0001.log").exists()
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
-
-
 @pytest.mark.guarantee
 def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        TRAIN,
-    ]
     running.train(
-        "strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun
+        "strategy=ddp",
+        "trainer.devices=2",
+        cwd=tmp_path,
+        corpus=corpus,
+        launcher=TORCHRUN,
     )
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert_same_losses(run_dir, single)
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        TRAIN,
-    ]
     result = running.train(
-        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False
+        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=TORCHRUN, check=False
     )
     assert (
         "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
     )
-
-
-def test_srun_joins_as_ranks(single, corpus, tmp_path):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        slurm = {
-            "SLURM_JOB_ID": "41",
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(
-            running.start("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, **slurm)
-        )
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert_same_losses(tmp_path / "outputs" / "41", single)
 
 
 def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
@@ -171,49 +118,16 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     assert "seed=0 there, 2 here" in other.stderr
 
 
-def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corpus, tmp_path):
-    for source, target in (
-        (single, "start.safetensors"),
-        ("start.safetensors", "outputs/start/checkpoints/step=000000"),
-    ):
-        running.script("convert.py", str(source), target, cwd=tmp_path)
-    other = tmp_path / "other.txt"
-    other.write_text(
-        "".join(
-            f"line {i} of another text, in which the brown fox jumps {i} times.\n"
-            for i in range(900)
-        )
-    )
-    known = f"data.source.tokenizer={single}/tokenizer.json"
-    running.train(
-        "run.name=tuned",
-        "resume=outputs/start",
-        known,
-        "scheduler=constant",
-        cwd=tmp_path,
-        corpus=other,
-    )
-    running.train("run.name=new", known, "scheduler=constant", cwd=tmp_path, corpus=other)
-    tuned, new = (running.losses(tmp_path / "outputs" / name) for name in ("tuned", "new"))
-    assert len(tuned) == len(new) == 6
-    assert tuned[0] < new[0] - 0.05  # after six steps on the first text
-
-
-@pytest.mark.parametrize(
-    ("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)]
-)
-def test_a_trial_that_was_begun_with_other_values_is_refused(mode, seed, monkeypatch, tmp_path):
-    hydra = SimpleNamespace(initialized=lambda: True, get=lambda: SimpleNamespace(mode=mode))
+def test_a_trial_that_was_begun_with_other_values_is_refused(monkeypatch, tmp_path):
+    sweeps = SimpleNamespace(mode=RunMode.MULTIRUN)
+    hydra = SimpleNamespace(initialized=lambda: True, get=lambda: sweeps)
     monkeypatch.setattr(launch, "HydraConfig", hydra)
     monkeypatch.setattr(launch.supervise, "run", lambda cfg: None)
-    trial = cli.compose([f"seed={seed}", "optimizer.lr=0.1", "trainer.accelerator=cpu"])
+    trial = cli.compose(["seed=1", "trainer.accelerator=cpu"])
     trial = run_dir.decide(trial, label="x", trial=f"{tmp_path}/sweep/0")
     before = trial.copy()
     before.seed = 0
     run_dir.write(before, [])
-    if mode == RunMode.RUN or seed == 0:
-        launch._run(trial, [], alone=False)
-        return
     with pytest.raises(
         ConfigError,
         match=r"holds a trial that was begun with other settings: .*seed=0 there, 1 here",
@@ -236,15 +150,6 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
     result = running.train(*words, cwd=single.parents[1], corpus=corpus, check=False)
     assert result.returncode == 2
     assert f"{earlier}: outputs/run has checkpoints of its own" in result.stderr
-
-
-def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
-    checkpoint = single / "checkpoints" / "step=000006"
-    result = running.train(
-        f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus
-    )
-    assert f"resuming from {checkpoint}, step 6" in result.stderr
-    assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
 
 
 @pytest.mark.guarantee
@@ -392,20 +297,25 @@ def log_records(data: bytes):
             record = b""
 
 
-def test_wandb_offline_can_be_read_back(corpus, tmp_path):
+def test_wandb_offline_can_be_read_back_and_no_secret_is_on_disk(corpus, tmp_path):
+    marker = "m4rk3r-0f-4-s3cr3t"
+    (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
     running.train(
         "logger=[tensorboard,wandb]",
         "logger.wandb.offline=true",
+        "data.source.field=${oc.env:MY_TOKEN}",
         "trainer.log_every_n_steps=1",
         "run.name=run",
         cwd=tmp_path,
         corpus=corpus,
         fork=False,  # wandb writes the rest as the interpreter ends
+        MY_TOKEN=marker,
         HOME=str(tmp_path),
     )
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = (tmp_path / "outputs" / "run" / "wandb").glob("offline-run-*/*.wandb")
+    run_dir = tmp_path / "outputs" / "run"
+    (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     losses = []
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -415,25 +325,7 @@ def test_wandb_offline_can_be_read_back(corpus, tmp_path):
         }
         if "train/loss" in items:
             losses.append(float(json.loads(items["train/loss"])))
-    assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "run"))
-
-
-def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
-    marker = "m4rk3r-0f-4-s3cr3t"
-    (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
-    running.train(
-        "logger=[tensorboard,wandb]",
-        "logger.wandb.offline=true",
-        "data.source.field=${oc.env:MY_TOKEN}",
-        "run.name=run",
-        "strategy=ddp",
-        "trainer.devices=2",
-        cwd=tmp_path,
-        corpus=corpus,
-        MY_TOKEN=marker,
-        HOME=str(tmp_path),
-    )
-    run_dir = tmp_path / "outputs" / "run"
+    assert losses == pytest.approx(running.losses(run_dir))
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) > 8
     assert [path for path in files if marker.encode() in path.read_bytes()] == []

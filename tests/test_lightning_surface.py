@@ -146,11 +146,6 @@ def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
         assert any(row["val/loss"] for row in csv.DictReader(file))
 
 
-def test_without_a_logger_the_module_runs(forks):
-    forks.train(*COMMAND, "run.name=b", "logger=null", "callbacks=null")
-    assert (forks.cwd / "outputs" / "b" / "summary.json").exists()
-
-
 def test_what_a_module_logs_does_nothing_when_it_is_measured_or_predicts(forks):
     watcher = "+logger.watcher={_target_:tests.test_lightning_surface.Watcher,save_dir:.}"
     task = "task._target_=tests.test_lightning_surface.Watched"
@@ -226,6 +221,13 @@ class EndsWithOthers(L.Callback):
 class EndsItself(Images):
     def on_train_end(self):
         EndsWithOthers.on_train_end(None, self.trainer, self)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_without_loggers_and_callbacks_saves(forks):
+    forks.train(*COMMAND, "run.name=without", "logger=null", "callbacks=null")
+    assert state.load_full_state_dict(
+        forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004"
+    )
 
 
 @pytest.mark.parametrize("every", ["4", "null"])

@@ -1,6 +1,4 @@
-"""experiment=long_context: what a context axis is for, and what is done afterwards with a run that
-had one.
-"""
+"""experiment=long_context: what a context axis is for."""
 
 from __future__ import annotations
 
@@ -54,21 +52,3 @@ def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_samp
     trained = train(cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr[-6000:]
     assert "finished at step 1 " in trained.stdout + trained.stderr
-
-
-@pytest.mark.slow
-def test_a_run_generates_and_is_evaluated_and_converted_in_one_process(tmp_path: Path) -> None:
-    corpus = running.write_corpus(tmp_path)
-    running.train("strategy=context", "run.name=run", cwd=tmp_path, corpus=corpus, ranks=2)
-    run = str(tmp_path / "outputs" / "run")
-    assert (
-        "def "
-        in running.script(
-            "generate.py", run, "--prompt", "def ", "--tokens", "4", cwd=tmp_path
-        ).stdout
-    )
-    loss = running.summary(Path(run))["metrics"]["val/loss"]
-    shown = running.script("evaluate.py", run, "--split", "val", cwd=tmp_path).stdout
-    assert f"{loss:.3f}"[:-1] in shown
-    running.script("convert.py", run, str(tmp_path / "model.safetensors"), cwd=tmp_path)
-    assert (tmp_path / "model.safetensors").exists()

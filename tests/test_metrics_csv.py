@@ -1,18 +1,21 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
-import errno
-
 import pytest
 import torch
 
 from armature import files
 from armature.errors import NotSaved
 from armature.training.metrics_csv import MetricsCSV, read
+from tests.running import meet_a_full_disk
 
 
 def write(log: MetricsCSV, first: int, last: int) -> None:
     log.write_rows([{"step": step, "train/loss": 1.0 / step} for step in range(first, last + 1)])
     log.write_ready()
+
+
+def steps(log: MetricsCSV) -> list[int]:
+    return [int(row["step"]) for row in read(log.file)[1]]
 
 
 def test_validation_joins_the_row_of_its_step(tmp_path):
@@ -23,9 +26,9 @@ def test_validation_joins_the_row_of_its_step(tmp_path):
     write(log, 4, 5)
     log.finalize("success")
     log.flush()
-    columns, rows = read(tmp_path / "metrics.csv")
+    columns, rows = read(log.file)
     assert columns == ["step", "train/loss", "val/loss"]
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert steps(log) == [1, 2, 3, 4, 5]
     assert [row["val/loss"] for row in rows] == ["", "", "0.5", "", ""]
 
 
@@ -37,14 +40,8 @@ def test_a_value_that_comes_before_its_row_joins_it(tmp_path):
         log.log_metrics({"mine": step / 10})
     write(log, 1, 5)
     log.flush()
-    _, rows = read(tmp_path / "metrics.csv")
-    assert [(row["step"], row["mine"]) for row in rows] == [
-        ("1", ""),
-        ("2", "0.2"),
-        ("3", ""),
-        ("4", "0.4"),
-        ("5", ""),
-    ]
+    assert [row["mine"] for row in read(log.file)[1]] == ["", "0.2", "", "0.4", ""]
+    assert steps(log) == [1, 2, 3, 4, 5]
 
 
 def test_a_value_whose_row_never_comes_has_one_of_its_own(tmp_path):
@@ -52,7 +49,7 @@ def test_a_value_whose_row_never_comes_has_one_of_its_own(tmp_path):
     log.step = 7
     log.log_metrics({"test/loss": 0.5})
     log.flush()
-    assert read(tmp_path / "metrics.csv")[1] == [{"step": "7", "test/loss": "0.5"}]
+    assert read(log.file)[1] == [{"step": "7", "test/loss": "0.5"}]
 
 
 def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
@@ -66,14 +63,7 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     again.resume_from(4)
     write(again, 5, 6)
     again.flush()
-    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == [
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        "6",
-    ]
+    assert steps(again) == [1, 2, 3, 4, 5, 6]
 
 
 def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):
@@ -88,16 +78,15 @@ def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):
     again.resume_from(2)
     write(again, 3, 3)
     again.flush()
-    assert [row["test/loss"] for row in read(tmp_path / "metrics.csv")[1]] == ["", "0.25", ""]
+    assert [row["test/loss"] for row in read(log.file)[1]] == ["", "0.25", ""]
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)
     log.flush()
-    file = tmp_path / "metrics.csv"
-    file.write_text(file.read_text() + "3")
-    assert [row["step"] for row in read(file)[1]] == ["1", "2"]
+    log.file.write_text(log.file.read_text() + "3")
+    assert steps(log) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,7 @@ def test_a_file_that_is_no_table_of_steps_is_replaced(content, tmp_path):
     log.resume_from(4)
     write(log, 5, 6)
     log.flush()
-    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["5", "6"]
+    assert steps(log) == [5, 6]
 
 
 def test_a_file_that_is_removed_while_a_run_trains_has_the_later_rows(tmp_path):
@@ -118,18 +107,15 @@ def test_a_file_that_is_removed_while_a_run_trains_has_the_later_rows(tmp_path):
     log.file.unlink()
     write(log, 5, 6)
     log.flush()
-    assert [row["step"] for row in read(log.file)[1]] == ["4", "5", "6"]
+    assert steps(log) == [4, 5, 6]
 
 
 def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_error(
     tmp_path, monkeypatch, caplog
 ):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)
-    monkeypatch.setattr(files, "replace", full)
+    monkeypatch.setattr(files, "replace", meet_a_full_disk)
     log.write_rows([{"step": 3, "train/new": 1.0}])
     log.finalize("failed")
     assert "metrics.csv lacks 2 rows at its end" in caplog.messages[-1]
@@ -137,28 +123,23 @@ def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_erro
         log.flush()
 
 
-def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
-    log = MetricsCSV(tmp_path)
-    assert log.save_dir == str(tmp_path)
-    log.experiment.add_image("tag", None, 0)
-
-
 def test_an_error_before_the_resume_leaves_the_file_alone(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 4)
     log.flush()
-    before = (tmp_path / "metrics.csv").read_bytes()
+    before = log.file.read_bytes()
     again = MetricsCSV(tmp_path)
     again.held = {"step": 4, "val/loss": 0.5}  # from the checkpoint
     again.finalize("failed")
-    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert log.file.read_bytes() == before
 
 
-def test_hooks_may_log_tensors_and_ask_where_the_logs_are(tmp_path):
+def test_hooks_may_log_tensors_and_images_and_ask_where_the_logs_are(tmp_path):
     log = MetricsCSV(tmp_path)
+    log.experiment.add_image("tag", None, 0)
     log.log_metrics({"a": torch.tensor(0.5), "b": torch.tensor([2])})  # pyright: ignore[reportArgumentType]
     log.flush()
-    assert read(tmp_path / "metrics.csv")[1] == [{"step": "0", "a": "0.5", "b": "2"}]
+    assert read(log.file)[1] == [{"step": "0", "a": "0.5", "b": "2"}]
     assert log.log_dir == log.root_dir == log.save_dir == str(tmp_path)
     with pytest.raises(ValueError, match="does not contain a single element"):
         log.log_metrics({"a": torch.zeros(2)})  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,5 @@
 """Checkpoints in an object store: a real S3 protocol, served on this machine."""
 
-import os
 import shutil
 
 import pytest
@@ -31,11 +30,10 @@ def store():
         "AWS_ENDPOINT_URL": address,
     }
     s3fs.S3FileSystem(key="x", secret="x", endpoint_url=address).mkdir("runs")
-    before = dict(os.environ)
-    os.environ.update(environment)
-    yield environment
-    os.environ.clear()
-    os.environ.update(before)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment
     service.stop()
 
 

@@ -1,9 +1,7 @@
 """scripts/predict.py: every sample once, in order, from any number of processes."""
 
 import csv
-import errno
 import json
-import os
 import runpy
 import signal
 import sys
@@ -50,25 +48,24 @@ def parts(folder, ranks, task=None, make=lambda: Feed(Ten(), eval_batch_size=2))
     return found
 
 
+def rows_of(file):
+    """Return the rows of a file of predictions; of a .csv all values are texts."""
+    if file.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(file).to_pylist()
+    lines = file.read_text().splitlines()
+    return [*csv.DictReader(lines)] if file.suffix == ".csv" else [*map(json.loads, lines)]
+
+
 @pytest.mark.guarantee
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_any_number_of_processes_writes_the_same_file(suffix, tmp_path):
-    if suffix == "parquet":
-        pyarrow = pytest.importorskip("pyarrow.parquet", reason="make setup EXTRAS=data")
     for ranks in (1, 3):
         assert predict.merge(parts(tmp_path, ranks), tmp_path / f"{ranks}.{suffix}") == 11
     one, three = tmp_path / f"1.{suffix}", tmp_path / f"3.{suffix}"
-    if suffix == "parquet":
-        found = pyarrow.read_table(one).to_pylist()
-        assert found == pyarrow.read_table(three).to_pylist()
-    else:
+    found = rows_of(one)
+    assert found == rows_of(three)
+    if suffix != "parquet":
         assert one.read_text() == three.read_text()
-        lines = one.read_text().splitlines()
-        found = (
-            [json.loads(line) for line in lines]
-            if suffix == "jsonl"
-            else list(csv.DictReader(lines))
-        )
     assert [int(row["index"]) for row in found] == list(range(11))
     last = {
         key: json.loads(value) if key.startswith("scores") and suffix == "csv" else value
@@ -112,20 +109,11 @@ class Halves(L.LightningModule):
 @pytest.mark.parametrize("sizes", [(7,), (3, 0, 10)], ids=str)
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_loaders_of_a_plain_data_module_and_rows_of_several_forms(sizes, suffix, tmp_path):
-    if suffix == "parquet":
-        pyarrow = pytest.importorskip("pyarrow.parquet", reason="make setup EXTRAS=data")
-    found = []
     for ranks in (1, 4):
         written = parts(tmp_path, ranks, task=Halves(), make=lambda: Feed(Plain(sizes)))
-        file = tmp_path / f"{ranks}.{suffix}"
-        assert predict.merge(written, file) == sum(sizes)
-        found.append(
-            pyarrow.read_table(file).to_pylist()
-            if suffix == "parquet"
-            else file.read_text().splitlines()
-        )
-    assert found[0] == found[1]
-    rows = found[0] if suffix == "parquet" else list(csv.DictReader(found[0]))
+        assert predict.merge(written, tmp_path / f"{ranks}.{suffix}") == sum(sizes)
+    rows = rows_of(tmp_path / f"1.{suffix}")
+    assert rows == rows_of(tmp_path / f"4.{suffix}")
     assert [float(row["half"]) for row in rows] == [i / 2 for size in sizes for i in range(size)]
     assert [row["odd"] for row in rows[:2]] == [None if suffix == "parquet" else "", "1"]
     if len(sizes) > 1:
@@ -206,10 +194,6 @@ def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeyp
     assert script["count_ranks"](5, "cpu") == 5
 
 
-def meets_a_full_disk(*args, **kwargs):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def meets_no_samples(task, data, trainer):
     (writer,) = [each for each in trainer.callbacks if isinstance(each, predict.RowWriter)]
     writer.part.touch()
@@ -219,7 +203,7 @@ def meets_no_samples(task, data, trainer):
     ("predicts", "message"),
     [
         (
-            meets_a_full_disk,
+            running.meet_a_full_disk,
             "out=p.csv: No space left on device. No file was written. Free some space",
         ),
         (

@@ -118,46 +118,25 @@ def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
 
 
 # ---------------------------------------------------------------- the same layout: bit for bit
-@pytest.mark.parametrize(
-    ("workers", "kind", "accumulate"),
-    [
-        (0, "mapped", 2),
-        (2, "streamed", 1),
-    ],
-)
-def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(
-    runs, workers, kind, accumulate
-):
-    """With dropout and augmentation; epochs of 5 steps; validation at 3, 6, …; stops at 3, 5
-    and 6.
+def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace_in_a_stream(runs):
+    """With dropout and augmentation in workers; epochs of 5 steps; validation at 3, 6, …; stops at
+    3, 5 and 6.
     """
-    data = [
-        f"data.streamed={kind == 'streamed'}".lower(),
-        f"data.micro_batch_size={4 // accumulate}",
-    ]
+    data = ["data.streamed=true", "data.micro_batch_size=4"]
     straight = runs.straight(*data)
-    resumed = runs.stopped(*data, f"data.num_workers={workers}", at=[3, 5, 6])
+    resumed = runs.stopped(*data, "data.num_workers=2", at=[3, 5, 6])
     assert_equal(straight, resumed)
     assert seen(resumed) == seen(straight)
     assert_every_sample_once_an_epoch(resumed)
 
 
-THREE = {  # overrides, and where they are stopped
-    "ddp": (["strategy=ddp"], [1, 5]),
-    "fsdp": (["strategy=fsdp"], [5]),
-    "deepspeed": (["strategy=deepspeed"], [5]),
-    "deepspeed_zero3": (["strategy=deepspeed_zero3"], [5]),
-}
-
-
-@pytest.mark.parametrize("case", THREE)
-def test_three_ranks_leave_no_trace(runs, case):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed", "deepspeed_zero3"])
+def test_three_ranks_leave_no_trace(runs, strategy):
     """A sum of three depends on the order, which a gradient's place in its bucket decides; three
     divide no weight.
     """
-    strategy, at = THREE[case]
-    words = [*strategy, "trainer.devices=3", "data.global_batch_size=6"]
-    assert_equal(runs.straight(*words, ranks=3), runs.stopped(*words, at=at, ranks=3))
+    words = [f"strategy={strategy}", "trainer.devices=3", "data.global_batch_size=6"]
+    assert_equal(runs.straight(*words, ranks=3), runs.stopped(*words, at=[5], ranks=3))
 
 
 def test_a_stop_at_every_step_leaves_no_trace(runs):
@@ -245,40 +224,13 @@ def rates(run_dir: Path) -> list[float]:
     [
         ("estimating", [0.1 * (1 - 0.9 * step / STEPS) for step in range(STEPS)]),
         ("epochwise", [0.1] * 5 + [0.05] * 5 + [0.025] * 2),
-        ("plateau", None),
     ],
 )
 def test_schedules_go_on(runs, task, expected):
-    """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of
-    steps 3, 6, …).
-    """
+    """One asks the Trainer for the run's length, one moves on an epoch."""
     straight = runs.straight(f"task={task}")
-    if expected is not None:
-        assert rates(straight) == pytest.approx(expected)
-    assert len(set(rates(straight))) > 1
+    assert rates(straight) == pytest.approx(expected)
     assert_equal(straight, runs.stopped(f"task={task}", at=[2, 5, 6, 10]))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
-    logged = ["task=averaging", *(DDP if ranks > 1 else [])]
-    straight = runs.straight(*logged, ranks=ranks)
-    columns = {
-        name: [row["step"] for row in running.rows(straight) if row[name]]
-        for name in running.rows(straight)[0]
-    }
-    assert columns["mine/loss_epoch"] == columns["mine/largest"] == ["5", "10", "12"]
-    assert columns["mine/loss_step"] == ["4", "8", "12"]
-    assert_equal(
-        straight, runs.stopped(*logged, at=[3, 5, 8] if ranks == 1 else [2, 4, 7], ranks=ranks)
-    )
-
-
-def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
-    straight = runs.straight("task=drawing")
-    assert_equal(straight, runs.stopped("task=drawing", at=[3, 4, 5, 7]))
-    saved = ["task=drawing", "checkpoint.every_n_steps=2"]
-    assert_equal(runs.straight(*saved), runs.stopped(*saved, at=[5, 9], signal="SIGKILL"))
 
 
 def test_patience_and_best_so_far_go_on(runs):
@@ -303,13 +255,6 @@ def test_patience_and_best_so_far_go_on(runs):
     assert running.summary(resumed)["best_checkpoint"].endswith(
         Path(running.summary(straight)["best_checkpoint"]).name
     )
-
-
-def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
-    straight = runs.straight(*DDP, ranks=2)
-    resumed = runs.stopped(*DDP, at=[3, 7], ranks=2)
-    assert_equal(straight, resumed)
-    assert sorted(seen(resumed)) == sorted(seen(straight))
 
 
 @pytest.mark.parametrize(

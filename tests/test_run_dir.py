@@ -1,6 +1,5 @@
 """The run directory holds what is needed to go on, and nothing of the environment."""
 
-import errno
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ from armature import run_dir
 from armature.checkpoint import directory, resume
 from armature.config import NEEDED
 from armature.errors import ConfigError, NotSaved
+from tests.running import meet_a_full_disk
 
 
 def config(root, **extra):
@@ -51,20 +51,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
         "auto",
     )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
-
-
-def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("MARKER", "s3cr3t-value")
-    cfg = config(
-        tmp_path,
-        key="${oc.env:MARKER}",
-        nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"},
-    )
-    directory = run_dir.write(run_dir.decide(cfg, label="x"), [])
-    assert "s3cr3t-value" not in (directory / "config.yaml").read_text()
-    back = run_dir.read(directory)
-    assert back.key == back.nested.again == "s3cr3t-value"
-    assert back.nested.text == "x-s3cr3t-value"
 
 
 def test_unnamed_runs_never_share_a_directory(tmp_path):
@@ -124,24 +110,23 @@ def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatc
         assert run_dir.decide(cfg, label="x", trial="mine").checkpoint.root == root
 
 
+def checkpoint_at(path):
+    path.mkdir(parents=True)
+    for name in (names := [directory.META, directory.TENSOR_INDEX]):
+        (path / name).touch()
+    directory.write_manifest(path, directory.describe(path, names), {})
+    return path
+
+
 def test_the_pointer_names_the_checkpoint(tmp_path):
     checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step=000002").mkdir(parents=True)
-    names = [directory.META, directory.TENSOR_INDEX]
-    for name in names:
-        (checkpoints / "step=000002" / name).touch()
-    assert resume.last_checkpoint(tmp_path) is None  # half-written
-    directory.write_manifest(
-        checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", names), {}
-    )
+    only = checkpoint_at(checkpoints / "step=000002")
     (checkpoints / "last").write_text("step=000002\n")
-    assert (
-        resume.last_checkpoint(tmp_path)
-        == resume.last_checkpoint(checkpoints / "step=000002")
-        == checkpoints / "step=000002"
-    )
+    assert resume.last_checkpoint(tmp_path) == resume.last_checkpoint(only) == only
     (checkpoints / "last").write_text("step=000004\n")
-    assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
+    assert resume.last_checkpoint(tmp_path) == only  # what it names is gone
+    (only / "manifest.json").unlink()
+    assert resume.last_checkpoint(tmp_path) is None  # half-written
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.safetensors"])
@@ -149,14 +134,6 @@ def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, na
     (tmp_path / name).touch()
     cfg = config(tmp_path, resume=str(tmp_path / name), checkpoint={"root": None, "trust": False})
     assert bool(resume.problems(cfg)) == (name == "x.safetensors")
-
-
-def checkpoint_at(path):
-    path.mkdir(parents=True)
-    for name in (names := [directory.META, directory.TENSOR_INDEX]):
-        (path / name).touch()
-    directory.write_manifest(path, directory.describe(path, names), {})
-    return path
 
 
 def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_path, monkeypatch):
@@ -238,11 +215,8 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
 
 
 def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     cfg = run_dir.decide(config(tmp_path), label="x")
-    monkeypatch.setattr(run_dir.files, "replace", full)
+    monkeypatch.setattr(run_dir.files, "replace", meet_a_full_disk)
     with pytest.raises(
         ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"
     ):

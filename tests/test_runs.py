@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 
 from armature.launcher import lock
 from scripts import runs
+from tests.launcher.test_lock import write as write_lock
 from tests.pages.run_files import write
 
 ROOT = Path(__file__).parents[1]
@@ -60,15 +60,12 @@ def test_a_later_start_that_has_no_summary_yet_has_failed(make):
 
 def test_the_lock_of_a_dead_process_and_a_silent_one_elsewhere_hold_nothing(make):
     path = make("dead")
-    held = lock.Lock(path)
-    held.acquire()
-    text = (path / lock.NAME).read_text()
-    held.release()
-    (path / lock.NAME).write_text(text.replace(f"pid={os.getpid()}", "pid=2147483646"))
+    write_lock(path, pid=2147483646)
     assert runs.describe(path).state == "failed"
-    (path / lock.NAME).write_text(text.replace(socket.gethostname(), "elsewhere"))
+    (path / lock.NAME).unlink()
+    held = write_lock(path, host="elsewhere")
     assert runs.describe(path).state == "running"
-    os.utime(path / lock.NAME, (time.time() - 2 * lock.LEASE_SECONDS,) * 2)
+    os.utime(held, (time.time() - 2 * lock.LEASE_SECONDS,) * 2)
     assert runs.describe(path).state == "failed"
 
 

@@ -2,7 +2,6 @@
 them.
 """
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -54,49 +53,29 @@ def trainer(**options) -> L.Trainer:
     )
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
-    trained, checkpoint = MakesLayers(), tmp_path / "step=000002"
-    fit = trainer(strategy=SingleDevice())
-    fit.fit(trained, datamodule=Rows())
-    fit.save_checkpoint(checkpoint)
-    cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
-    data = Rows()
-    loaded, read = task_and_weights(cfg, checkpoint)
-    test = trainer(strategy=WithWeights(torch.device("cpu"), read))
-    (measured,) = test.test(loaded, datamodule=data, verbose=False)
-    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
-    assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
-    with pytest.raises(
-        ConfigError,
-        match=r"net.bias.*setup. of MakesLayers and of callbacks is called by evaluate.py and",
-    ):
-        load_task(cfg, checkpoint)
-
-
 class AddsLayers(L.Callback):
     def setup(self, trainer, pl_module, stage):
         pl_module.head = torch.nn.Linear(3, 1)
 
 
-def callbacks(**kinds: type) -> Any:
-    nodes = {
-        name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()
-    }
-    return OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": nodes})
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_a_callback_makes_are_loaded_once_its_setup_was_called(tmp_path: Path):
+def test_weights_of_the_modules_and_a_callbacks_layers_are_loaded_once_setup_was_called(tmp_path):
     trained, checkpoint = MakesLayers(), tmp_path / "step=000002"
     fit = trainer(strategy=SingleDevice(), callbacks=[AddsLayers()])
     fit.fit(trained, datamodule=Rows())
     fit.save_checkpoint(checkpoint)
-    cfg, data = callbacks(adds=AddsLayers), Rows()
+    named = {name: {"_target_": f"{__name__}.{name}"} for name in ("MakesLayers", "AddsLayers")}
+    cfg: Any = OmegaConf.create(
+        {"task": named["MakesLayers"], "callbacks": {"adds": named["AddsLayers"]}}
+    )
     loaded, read = task_and_weights(cfg, checkpoint)
     strategy = WithWeights(torch.device("cpu"), read)
     test = trainer(strategy=strategy, callbacks=build_callbacks(cfg))
-    test.test(loaded, datamodule=data, verbose=False)
+    (measured,) = test.test(loaded, datamodule=Rows(), verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ConfigError, match=r"head.*and of callbacks is called by evaluate.py"):
+    assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
+    with pytest.raises(
+        ConfigError,
+        match=r"head.*setup. of MakesLayers and of callbacks is called by evaluate.py and",
+    ):
         load_task(cfg, checkpoint)

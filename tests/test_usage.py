@@ -53,12 +53,6 @@ def test_help_is_ours(tmp_path):
     assert "Hydra" in ask("--hydra-help", cwd=tmp_path)
 
 
-def test_cfg_job_prints_the_values_of_the_command(tmp_path):
-    assert "max_steps: 7" in ask(
-        "trainer.max_steps=7", "--cfg", "job", "--package", "trainer", cwd=tmp_path
-    )
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     sampled(

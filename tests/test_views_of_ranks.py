@@ -27,19 +27,6 @@ def test_all_ranks_resume_from_what_rank_0_sees(tmp_path, monkeypatch):
         worker._checkpoint_to_resume(cfg, tmp_path)
 
 
-def test_a_run_without_a_complete_checkpoint_is_refused_on_all_ranks(tmp_path):
-    (tmp_path / "checkpoints" / "step=000002").mkdir(parents=True)
-    cfg = OmegaConf.create(
-        {
-            "resume": "auto",
-            "run": {"dir": str(tmp_path), "name": "a"},
-            "checkpoint": {"root": None, "trust": False},
-        }
-    )
-    with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
-        worker._checkpoint_to_resume(cfg, tmp_path)
-
-
 def test_listings_of_a_store_are_asked_for_anew(monkeypatch):
     folder = pytest.importorskip("upath").UPath("memory://listed/run")
     kept, known, own = type(folder.fs), {}, []  # as s3fs keeps listings

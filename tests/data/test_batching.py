@@ -49,9 +49,10 @@ def test_sizes_that_cannot_be_are_refused(global_batch, micro):
 
 
 def test_checking_imports_no_torch():
-    """These modules check the command line before anything heavy is imported."""
+    """These modules check the command line before anything heavy is imported; so does armature."""
     code = (
-        "import armature.data.batching, armature.data.corpus, sys; sys.exit('torch' in sys.modules)"
+        "import armature.data.batching, armature.data.corpus, sys; assert armature.load; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert (
         subprocess.run(

@@ -1,11 +1,6 @@
-"""Conversations: what is read, refused, cut and held out, how rows are packed, and that packed
-documents do not mix.
-"""
+"""Conversations: what is read, refused, cut and held out, and how rows are packed."""
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +14,9 @@ from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations, token_ids
 from armature.errors import ConfigError
-from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
+from tests import running
 from tests.data.chat_parts import CHAT, small_tokenizer, write
-
-ROOT = Path(__file__).parents[2]
 
 
 def chat(i: int, answer: str = "fine") -> dict:
@@ -72,27 +65,6 @@ def test_targets_are_the_tokens_after_the_inputs_where_the_assistant_wrote(sourc
     assert documents[0] == 0
     assert documents[-1] == 2  # the padding
     assert {t for t, d in zip(targets, documents, strict=True) if d == 2} == {IGNORED}
-
-
-def test_packed_documents_compute_what_each_computes_alone(source):
-    rows = data(source([chat(i, "fine " * (i % 5 + 1)) for i in range(8)])).dataset("train")
-    batch = rows.batch([0])
-    torch.manual_seed(0)
-    model = Decoder(vocab_size=320, context=64, width=32, layers=2, heads=4, kv_heads=2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)
-        packed = model(batch["inputs"], documents=batch["documents"])[0]
-        numbers = batch["documents"][0]
-        for number in numbers.unique():
-            own = numbers == number
-            torch.testing.assert_close(
-                packed[own], model(batch["inputs"][:, own])[0], atol=1e-4, rtol=1e-4
-            )
-        changed = torch.where(batch["documents"] == 0, (batch["inputs"] + 1) % 320, batch["inputs"])
-        again = model(changed, documents=batch["documents"])[0]
-    assert not torch.equal(packed[numbers == 0], again[numbers == 0])
-    assert torch.equal(packed[numbers > 0], again[numbers > 0])
 
 
 def test_long_conversations_are_cut_or_dropped_and_counted(source):
@@ -248,10 +220,9 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
         "trainer.val_every_n_steps=6",
         f"run.root={tmp_path}",
     ]
-    for name in ("straight", "stopped"):
-        limits = ["trainer.max_steps=6"] if name == "stopped" else []
-        train(*words, f"run.name={name}", "scheduler=constant", *limits)
-    train(*words, "run.name=stopped", "scheduler=constant")
+    stopped = ("run.name=stopped", "trainer.max_steps=6")
+    for more in (("run.name=straight",), stopped, stopped[:1]):
+        running.call("train.py", *words, "scheduler=constant", *more, cwd=tmp_path)
     straight, stopped = (
         state.read_whole(sorted((tmp_path / name / "checkpoints").glob("step=*"))[-1])["state_dict"]
         for name in ("straight", "stopped")
@@ -262,9 +233,3 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
     )
     assert "<|im_" not in answer
     assert "how 3" not in answer
-
-
-def train(*words: str) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]

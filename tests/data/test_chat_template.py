@@ -17,7 +17,6 @@ from tests.data.chat_parts import (
     INSTRUCT,
     STYLES,
     TAGGED,
-    THINKING,
     TOOL_CHAT,
     TOOL_STYLES,
     TOOLS,
@@ -100,31 +99,24 @@ def expected_tokens(written: str) -> list[tuple[int, bool]]:
     return expected
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_the_mask_is_right_token_by_token(style):
-    [encoded] = encode(
-        [Conversation("a", CHAT, None, (1, 3))],
-        ChatTemplate(STYLES[style], SPECIALS),
-        small_tokenizer(),
-    )
-    found = list(zip(token_ids(encoded).tolist(), (encoded >= 0).tolist(), strict=True))
-    assert found == expected_tokens(WRITTEN[style])
-    learned = small_tokenizer().decode(
-        [i for i, is_learned in found if is_learned], skip_special_tokens=False
-    )
-    written = WRITTEN[style].replace(" ⟦", "⟦ ")  # a space before a word is the word's token's
-    assert learned == "".join(part.partition("⟧")[0] for part in written.split("⟦")[1:])
+CASES = {  # template, messages, tools, which messages are learned, the text
+    **{style: (STYLES[style], CHAT, None, (1, 3), WRITTEN[style]) for style in STYLES},
+    **{
+        style: (TOOL_STYLES[style], TOOL_CHAT, TOOLS, (2, 4, 6), WRITTEN_TOOLS[style])
+        for style in TOOL_STYLES
+    },
+}
 
 
-@pytest.mark.parametrize("style", TOOL_STYLES)
-def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_learned(style):
-    assert marked(TOOL_STYLES[style], TOOL_CHAT, TOOLS) == WRITTEN_TOOLS[style]
-    conversation = Conversation("a", TOOL_CHAT, TOOLS, (2, 4, 6))
-    [encoded] = encode(
-        [conversation], ChatTemplate(TOOL_STYLES[style], SPECIALS), small_tokenizer()
-    )
+@pytest.mark.parametrize(
+    ("source", "messages", "tools", "learned", "written"), CASES.values(), ids=CASES
+)
+def test_the_mask_is_right_token_by_token(source, messages, tools, learned, written):
+    assert marked(source, messages, tools) == written
+    conversation = Conversation("a", messages, tools, learned)
+    [encoded] = encode([conversation], ChatTemplate(source, SPECIALS), small_tokenizer())
     found = list(zip(token_ids(encoded).tolist(), (encoded >= 0).tolist(), strict=True))
-    assert found == expected_tokens(WRITTEN_TOOLS[style])
+    assert found == expected_tokens(written)
 
 
 def test_arguments_are_kept_in_the_template(tmp_path):
@@ -143,25 +135,6 @@ def test_arguments_are_kept_in_the_template(tmp_path):
 
 
 CALL = {"name": "add", "arguments": {"a": 1}}
-CALLING = [
-    CHAT[0],
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "2"},
-    CHAT[1],
-]
-
-
-@pytest.mark.parametrize("source", [THINKING, THINKING.replace("loop.index0 > ns.last", "false")])
-def test_a_tool_call_is_learned_as_the_template_writes_it(source):
-    source = source.replace("m.content.split", "(m.content or '').split").replace(
-        "in m.content", "in (m.content or '')"
-    )
-    thought = "<think>\n\n</think>\n\n" if source.count("ns.last %}") else ""
-    text = marked(source, CALLING)
-    assert "⟧\n<|im_start|>tool\n2<|im_end|>\n" in text
-    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧'
-    assert call in text
-    assert text.endswith(f"<|im_start|>assistant\n{thought}⟦I am fine<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("content", ["", None, "wait"])
@@ -292,26 +265,17 @@ print(json.dumps(made))
 @pytest.mark.slow
 def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
     needs.extra("transformers")
-    sources = {**STYLES, **TOOL_STYLES}
     paths = {
-        style: folder(tmp_path / style, source, eos="</s>") for style, source in sources.items()
+        style: folder(tmp_path / style, source, eos="</s>") for style, (source, *_) in CASES.items()
     }
-    chats = {
-        style: (TOOL_CHAT, TOOLS) if style in TOOL_STYLES else (CHAT, None) for style in sources
-    }
-    cases = [(style, str(paths[style]), *chats[style]) for style in sources]
+    cases = [(style, str(paths[style]), *CASES[style][1:3]) for style in CASES]
     printed = extras.run("-c", TRANSFORMERS, json.dumps(cases)).stdout
     for style, (text, ids, mask, prompt) in json.loads(printed.splitlines()[-1]).items():
-        chat, tools = chats[style]
+        _, chat, tools, learned, _ = CASES[style]
         own = template.load(paths[style], template=None)
-        learned = tuple(i for i, message in enumerate(chat) if message["role"] == "assistant")
         [encoded] = encode([Conversation("a", chat, tools, learned)], own, small_tokenizer())
         assert own.render(chat, tools=tools) == text
         assert own.render(chat[:2], tools=tools, add_generation_prompt=True) == prompt
         assert token_ids(encoded).tolist() == ids
         if mask is not None:
             assert (encoded >= 0).tolist() == [bool(each) for each in mask]
-
-
-# of a merge into a token that is not there, at which the library panics: what it raises is no
-# Exception

@@ -79,12 +79,7 @@ def fit(tmp_path, *, data=None, steps, **settings):
 
 # Lightning takes any loader without a state dict for one that cannot resume; ours resumes by its
 # position
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
-    pytest.mark.filterwarnings(
-        "ignore:.*LeafSpec.*:FutureWarning"
-    ),  # Lightning 2.6 with torch 2.13
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
 
 
 def fed(data=None, **settings):

@@ -1,15 +1,10 @@
 import numpy as np
 import pytest
 
-from armature.data.digits import DigitsData, load_digits, split_indices
+from armature.data.digits import load_digits, split_indices
 
 
-@pytest.fixture
-def data():
-    return DigitsData()
-
-
-def test_splits_share_no_image_and_have_the_same_mix(data):
+def test_splits_share_no_image_have_the_same_mix_and_never_change():
     digits = load_digits()[1]
     splits = split_indices(digits)
     assert sorted(np.concatenate(list(splits.values())).tolist()) == list(range(1797))
@@ -18,6 +13,7 @@ def test_splits_share_no_image_and_have_the_same_mix(data):
         "val": 176,
         "test": 176,
     }
+    assert splits["test"][:5].tolist() == [3, 7, 36, 38, 53]
     for indices in splits.values():
         share = np.bincount(digits[indices], minlength=10) / len(indices)
         assert (abs(share - np.bincount(digits) / 1797) < 0.01).all()
@@ -27,7 +23,3 @@ def test_the_file_is_that_of_scikit_learn():
     datasets = pytest.importorskip("sklearn.datasets")
     for ours, theirs in zip(load_digits(), datasets.load_digits(return_X_y=True), strict=True):
         assert np.array_equal(ours, theirs)
-
-
-def test_split_never_changes(data):
-    assert split_indices(load_digits()[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]

@@ -39,7 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*workers.*"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning 2.6, torch 2.13
 ]
 
 

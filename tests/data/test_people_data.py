@@ -186,38 +186,35 @@ def test_a_blend_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
         build("blend", paths=paths, weights={"a": 1})
 
 
-def test_hugging_face_datasets(tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    changes = {
-        "path": "csv",
-        "data_files": write_table(tmp_path / "t.csv"),
-        "inputs": "width",
-        "targets": "height",
-        "splits": {"train": "train"},
-        "global_batch_size": 8,
-    }
-    orders = []
-    for streaming in (False, True):
-        data = build("hf", streaming=streaming, **changes)
-        orders.append([i for batch in data.train_dataloader() for i in batch["inputs"].tolist()])
-    assert sorted(orders[0]) == orders[1] == list(range(40))
-    with pytest.raises(ConfigError, match=r"has no column gone. Its columns: width, height, kind"):
-        build("hf", **{**changes, "inputs": "gone"}).dataset("train")
-    several = build("hf", **{**changes, "inputs": ["width", "height"]})
-    assert next(iter(several.train_dataloader()))["inputs"].shape == (8, 2)
-    with pytest.raises(
-        ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"
-    ):
-        build("hf", **{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
-
-
 @pytest.fixture
 def hf(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     usual = {"targets": "y", "splits": {"train": "train"}, "global_batch_size": 2}
     return lambda **changes: build("hf", **usual | changes)
+
+
+def test_hugging_face_datasets(hf, tmp_path):
+    changes = {
+        "path": "csv",
+        "data_files": write_table(tmp_path / "t.csv"),
+        "inputs": "width",
+        "targets": "height",
+        "global_batch_size": 8,
+    }
+    orders = []
+    for streaming in (False, True):
+        data = hf(streaming=streaming, **changes)
+        orders.append([i for batch in data.train_dataloader() for i in batch["inputs"].tolist()])
+    assert sorted(orders[0]) == orders[1] == list(range(40))
+    with pytest.raises(ConfigError, match=r"has no column gone. Its columns: width, height, kind"):
+        hf(**{**changes, "inputs": "gone"}).dataset("train")
+    several = hf(**{**changes, "inputs": ["width", "height"]})
+    assert next(iter(several.train_dataloader()))["inputs"].shape == (8, 2)
+    with pytest.raises(
+        ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"
+    ):
+        hf(**{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
 
 
 def image_rows(tmp_path, images):

@@ -65,20 +65,15 @@ def test_resume_on_other_tokens_is_refused(corpus, tmp_path):
         text_data(other).load_state_dict(state)
 
 
-@pytest.fixture(scope="session")
-def standard_library(tmp_path_factory):
-    made = Corpus(context=256, cache_dir=str(tmp_path_factory.mktemp("stdlib")))
-    made.prepare()
-    return made
-
-
 @pytest.mark.slow
-def test_the_standard_library_is_a_corpus(standard_library):
-    header = standard_library.header
+def test_the_standard_library_is_a_corpus(tmp_path):
+    made = Corpus(context=256, cache_dir=str(tmp_path))
+    made.prepare()
+    header = made.header
     assert header["split_by"] == "file"
     assert header["tokenizer_vocab_size"] == 4096
     splits = header["splits"]
     assert splits["train"]["bytes"] > 5e6
     for split in ("val", "test"):
         assert 0.02 < splits[split]["bytes"] / splits["train"]["bytes"] < 0.2
-        assert 3.0 < text_data(standard_library).bytes_per_token(split) < 4.0
+        assert 3.0 < text_data(made).bytes_per_token(split) < 4.0

@@ -2,6 +2,7 @@ import contextlib
 
 import pytest
 
+import armature
 from tests import running
 
 
@@ -21,24 +22,9 @@ def tensor_cfg(tmp_path_factory):
 
 @contextlib.contextmanager
 def _checked(tmp_path_factory, strategy):
-    from hydra import compose
-
-    from armature import config
-    from armature.validation.checks import check
-    from armature.validation.composing import composing
-
     folder = tmp_path_factory.mktemp("doctor")
     corpus = running.write_corpus(folder / "corpus")
+    words = (f"data.path={corpus}", strategy, "trainer.devices=2", f"run.root={folder}/out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_CACHE", str(folder / "cache"))
-        config.register()
-        with composing():
-            overrides = [
-                *running.TINY,
-                f"data.path={corpus}",
-                strategy,
-                "trainer.devices=2",
-                f"run.root={folder}/out",
-            ]
-            checked = check(compose("train", overrides=overrides))
-        yield checked  # with Hydra closed, which other tests open
+        yield armature.compose(*running.TINY, *words)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
+from tests import forked
 from tests.support.parity import harness
 
 PRELOAD = [
@@ -20,11 +21,12 @@ PRELOAD = [
     "armature.doctor.training",
     "armature.strategies.ddp",
 ]
+RANKS = 2
 DEADLINES = {"collective": 4.0, "steps": 12.0}  # only a fault's own is waited for to its end
 
 
 def examined(
-    cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = None, **options: Any
+    cfg: Any, *, fault: str = "", absent: int | None = None, **deadlines: float
 ) -> list[Any]:
     """Run an examination's ranks with a fault in the last one.
 
@@ -32,33 +34,21 @@ def examined(
 
     Args:
         absent: a rank that is never started.
-        options: `port` where the ranks meet, and the seconds of `deadlines`.
+        deadlines: seconds, others than DEADLINES.
     """
     harness.PRELOAD += [name for name in PRELOAD if name not in harness.PRELOAD]
     context = harness._server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    deadlines = DEADLINES | options.get("deadlines", {})
-    arguments = (
-        cfg,
-        ranks,
-        fault,
-        options.get("port", port),
-        options.get("address", "127.0.0.1"),
-        deadlines,
-        results,
-    )
+    results, seconds = context.Queue(), DEADLINES | deadlines
+    arguments = (cfg, fault, forked.free_port(), seconds, results)
     processes = [
         context.Process(target=_rank, args=(rank, *arguments), daemon=True)
-        for rank in range(ranks)
+        for rank in range(RANKS)
         if rank != absent
     ]
     for process in processes:
         process.start()
     try:
-        return results.get(timeout=sum(deadlines.values()) * 4)
+        return results.get(timeout=sum(seconds.values()) * 4)
     except queue.Empty:
         raise AssertionError(f"{fault}: no report") from None
     finally:
@@ -68,24 +58,9 @@ def examined(
 
 
 def _rank(
-    rank: int,
-    cfg: Any,
-    ranks: int,
-    fault: str,
-    port: int,
-    address: str,
-    deadlines: dict[str, float],
-    results: Any,
+    rank: int, cfg: Any, fault: str, port: int, deadlines: dict[str, float], results: Any
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(forked.joined(rank, RANKS, port))
     import warnings
 
     import torch
@@ -94,7 +69,7 @@ def _rank(
     warnings.filterwarnings("ignore")
     from armature.doctor import rank as entry
 
-    if fault and rank == ranks - 1:
+    if fault and rank == RANKS - 1:
         for name in fault.split("+"):
             globals()[name]()
 
@@ -108,6 +83,19 @@ def _rank(
 
 
 # ------------------------------------------------------------ faults
+def before(hook: str, change: Callable[..., None]) -> None:
+    """Let a hook of the examination begin with `change(trainer, module, …)`."""
+    from armature.doctor.training import Watch
+
+    usual = getattr(Watch, hook)
+
+    def changed(self: Any, *args: Any) -> None:
+        change(*args)
+        usual(self, *args)
+
+    setattr(Watch, hook, changed)
+
+
 def sleeps() -> None:
     """Never come to the first collective."""
     from armature.doctor import communication
@@ -123,37 +111,25 @@ def sleeps() -> None:
 
 def skips_a_collective() -> None:
     """Leave a gradient's all-reduce out, as code under `if rank == 0` does."""
-    from armature.doctor.training import Watch
 
-    usual = Watch.on_train_batch_start
-
-    def on_train_batch_start(
-        self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        usual(self, trainer, module, batch, batch_idx)
+    def skip(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             trainer.strategy.model.require_backward_grad_sync = False
 
-    Watch.on_train_batch_start = on_train_batch_start
+    before("on_train_batch_start", skip)
 
 
 def parameter_left_out() -> None:
     """Change a gradient on this rank only, as a parameter does that DDP ignores."""
-    from armature.doctor.training import Watch
 
-    usual = Watch.on_before_optimizer_step
-
-    def on_before_optimizer_step(self: Any, trainer: Any, module: Any, optimizer: Any) -> None:
+    def change(trainer: Any, module: Any, optimizer: Any) -> None:
         param = next(param for name, param in module.named_parameters() if ".1." in name)
         param.grad *= 1.1
-        usual(self, trainer, module, optimizer)
 
-    Watch.on_before_optimizer_step = on_before_optimizer_step
+    before("on_before_optimizer_step", change)
 
 
 def a_tenth_of_the_speed() -> None:
-    import time
-
     import torch
 
     usual = torch.mm
@@ -179,32 +155,22 @@ def another_torch() -> None:
 
 def other_data() -> None:
     """Draw other samples than the ranks of the same place on the data axis."""
-    from armature.doctor.training import Watch
 
-    usual = Watch.on_train_batch_start
-
-    def on_train_batch_start(
-        self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def flip(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         for tensor in batch.values() if isinstance(batch, dict) else batch:
             tensor.copy_(tensor.flip(0))
-        usual(self, trainer, module, batch, batch_idx)
 
-    Watch.on_train_batch_start = on_train_batch_start
+    before("on_train_batch_start", flip)
 
 
 def nan_in_a_layer() -> None:
     """Let a layer return NaN on this rank, as an overflow or a broken device does."""
-    from armature.doctor.training import Watch
 
-    usual = Watch.on_train_start
-
-    def on_train_start(self: Any, trainer: Any, module: Any) -> None:
-        usual(self, trainer, module)
+    def spoil(trainer: Any, module: Any) -> None:
         layer = next(part for name, part in module.named_modules() if name.endswith(".1.attention"))
         layer.register_forward_hook(lambda layer, inputs, output: output * float("nan"))
 
-    Watch.on_train_start = on_train_start
+    before("on_train_start", spoil)
 
 
 def raises() -> None:

@@ -1,6 +1,5 @@
 """Checks of one machine and of the launch: each fault is named, with what to type."""
 
-import errno
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from armature.doctor.communication import Rate
 from armature.doctor.examine import examine
 from armature.launcher import lock
 from tests import in_process
+from tests.running import meet_a_full_disk
 
 
 @pytest.fixture
@@ -115,10 +115,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_left_behind(tmp
     root = tmp_path / "runs"
     assert only(run_directory.writable(str(root), key="run.root")).level == "ok"
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_directory.files.os, "fsync", full)
+    monkeypatch.setattr(run_directory.files.os, "fsync", meet_a_full_disk)
     found = only(run_directory.writable(str(root), key="run.root"))
     assert found.level == "failure"
     assert "No space left on device" in found.what

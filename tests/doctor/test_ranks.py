@@ -10,6 +10,7 @@ from armature.doctor import training
 from tests.doctor.faults import examined
 
 pytestmark = pytest.mark.slow
+PATIENT = {"steps": 60.0, "collective": 20.0}  # seconds, of faults that end no examination
 HOST = re.escape(socket.gethostname())
 
 
@@ -21,7 +22,7 @@ def test_a_healthy_run_has_no_failures(cfg):
     cfg = cfg.copy()
     cfg.trainer.max_steps = 100
     cfg.scheduler.warmup = 10 * training.STEPS  # more than an examination has
-    found = examined(cfg, deadlines={"steps": 60.0, "collective": 20.0})
+    found = examined(cfg, **PATIENT)
     assert not failures(found)
     said = " ".join(each.what for each in found)
     assert "the weights that ranks share are the same" in said
@@ -31,8 +32,7 @@ def test_a_healthy_run_has_no_failures(cfg):
 
 
 def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
-    deadlines = {"steps": 60.0, "collective": 20.0}
-    found = examined(cfg, fault="a_tenth_of_the_speed+parameter_left_out", deadlines=deadlines)
+    found = examined(cfg, fault="a_tenth_of_the_speed+parameter_left_out", **PATIENT)
     slow = [each.what for each in found if each.level == "warning"]
     assert any(
         re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow
@@ -60,7 +60,7 @@ def test_a_rank_that_makes_the_others_wait_is_named(cfg, fault, words):
 
 
 def test_a_rank_that_never_starts_is_named(cfg):
-    found = failures(examined(cfg, absent=1, deadlines={"collective": 1.5}))
+    found = failures(examined(cfg, absent=1, collective=1.5))
     assert [each.group for each in found] == ["launch"]
     assert found[0].what.startswith("rank 1 of 2 never started within 6 s")
 
@@ -72,8 +72,7 @@ def test_a_wrong_address_is_named(cfg):
 
 
 def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
-    deadlines = {"steps": 60.0, "collective": 20.0}
-    found = failures(examined(tensor_cfg, fault="other_data+another_torch", deadlines=deadlines))
+    found = failures(examined(tensor_cfg, fault="other_data+another_torch", **PATIENT))
     said = " ".join(each.what for each in found)
     assert "the first batch of rank 1 is not that of rank 0, which shares it" in said, found
     assert re.search(
@@ -83,7 +82,6 @@ def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
 
 
 def test_a_layer_with_nan_is_named_with_its_rank(cfg):
-    deadlines = {"steps": 60.0, "collective": 20.0}
-    (found,) = failures(examined(cfg, fault="nan_in_a_layer", deadlines=deadlines))
+    (found,) = failures(examined(cfg, fault="nan_in_a_layer", **PATIENT))
     assert re.fullmatch(rf"rank 1 on {HOST}", found.where)
     assert found.what == "The loss of batch 1 is nan."

@@ -1,17 +1,6 @@
-"""Small random classifiers of transformers. Runs by tests/finetune/extras.py.
+"""Small random classifiers of transformers. Called by extras.call."""
 
-classifier_models.py make FOLDER
-    folders with heads of 3 classes, and "bert-words" with a head for words
-classifier_models.py logits FOLDER OUT
-    the largest difference of logits to transformers' own, for each kind
-classifier_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
-    how far each layout's training is from one process's
-"""
-
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tests.finetune.transformers_models import TINY
@@ -35,7 +24,8 @@ KINDS: dict[str, dict[str, Any]] = {
 CONTEXT, CLASSES = 32, 3
 
 
-def make(root: Path) -> None:
+def make(root: str) -> None:
+    """Write folders with heads of 3 classes, and "bert-words" with a head for words."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
@@ -44,7 +34,7 @@ def make(root: Path) -> None:
         for own, value in model.named_parameters():
             if value.ndim == 1:
                 nn.init.normal_(value, 1.0 if "norm" in own.lower() else 0.0, 0.2)
-        model.save_pretrained(root / name, max_shard_size="160KB")
+        model.save_pretrained(f"{root}/{name}", max_shard_size="160KB")
 
     for kind, sizes in KINDS.items():
         torch.manual_seed(1)
@@ -53,35 +43,33 @@ def make(root: Path) -> None:
     save(AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **ENCODER)), "bert-words")
 
 
-def logits(root: Path) -> dict[str, float]:
+def logits(root: str) -> dict[str, float]:
+    """Return the largest difference of logits to transformers' own, for each kind."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from armature.checkpoint import huggingface
     from armature.models.huggingface.model import SequenceClassifier
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     ids, found = torch.randint(3, 320, (3, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
     ids[0, 7:], ids[1, 20:] = -100, -100
     for kind in KINDS:
-        with torch.device("meta"):
-            model = SequenceClassifier(
-                pretrained=str(root / kind), context=CONTEXT, classes=CLASSES
-            )
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
+        model = folders.read(
+            SequenceClassifier, pretrained=f"{root}/{kind}", context=CONTEXT, classes=CLASSES
+        )
         theirs = AutoModelForSequenceClassification.from_pretrained(
-            root / kind, dtype=torch.float32
+            f"{root}/{kind}", dtype=torch.float32
         ).eval()
         with torch.no_grad():
             alone = torch.cat(
                 [theirs(row[row >= 0][None]).logits for row in ids]
             )  # each without padding
-            found[kind] = float((model.eval()(ids) - alone).abs().max())
+            found[kind] = float((model(ids) - alone).abs().max())
     return found
 
 
-def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
+def fit(root: str, kind: str, layouts: list[str], adapter: bool) -> dict[str, Any]:
+    """Return how far each layout's training is from one process's."""
     from tests.finetune import layouts as compare
     from tests.support.parity import harness
 
@@ -96,22 +84,10 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
         optimizer_args={"lr": 1e-3, "eps": 1e-6},
         adapter={"rank": 4, "alpha": 8.0, "train": [f"inner.{head}"]} if adapter else None,
         model_args={
-            "pretrained": str(root / kind),
+            "pretrained": f"{root}/{kind}",
             "context": CONTEXT,
             "vocab_size": 320,
             "classes": CLASSES,
         },
     )
-    compare.fit(chosen, layouts, out)
-
-
-if __name__ == "__main__":
-    what, folder, *rest = sys.argv[1:]
-    if what == "make":
-        make(Path(folder))
-    elif what == "logits":
-        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
-    else:
-        kind, out, *names = rest
-        layouts = [name for name in names if name != "--adapter"]
-        fit(Path(folder), kind, layouts, Path(out), adapter="--adapter" in names)
+    return compare.fit(chosen, layouts)

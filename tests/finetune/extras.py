@@ -1,9 +1,12 @@
-"""Run scripts in a process that has the packages of .venv/extras on its path."""
+"""Run scripts and functions in a process that has the packages of .venv/extras on its path."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests import needs, running
 
@@ -21,6 +24,18 @@ def run(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     )
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
     return result
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of a module of ours returns there; both ways as JSON."""
+    code = (
+        "import importlib, json, sys; module, name, given = sys.argv[1:]; "
+        "found = getattr(importlib.import_module(module), name)(*json.loads(given)); "
+        "print('\\n' + json.dumps(found))"
+    )
+    given = json.dumps(arguments, default=str)
+    printed = run("-c", code, function.__module__, function.__name__, given).stdout
+    return json.loads(printed.splitlines()[-1])
 
 
 def command(*words: str | Path, code: int = 0) -> str:

@@ -2,14 +2,17 @@
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from armature.checkpoint import huggingface
 from armature.finetune import architecture, folder
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.names import theirs
+from armature.parallel import initialization
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,7 +68,7 @@ def write_model(path: Path, **changes: Any) -> Path:
     return path
 
 
-def write_random_model(path: Path, **changes: Any) -> Path:
+def write_random_model(path: Path, *, seed: int = 1, **changes: Any) -> Path:
     """Write config.json with these changes, and random weights in one file, norms as well; large
     ones, which matter.
     """
@@ -74,13 +77,30 @@ def write_random_model(path: Path, **changes: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **changes}
     (path / folder.CONFIG).write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: float(len(shape) == 1) + 0.2 * torch.randn(shape, generator=generator)
         for name, shape in shapes(config).items()
     }
     save_file(tensors, path / folder.WEIGHTS, metadata={"format": "pt"})
     return path
+
+
+def read(kind: Callable[..., Any], **arguments: Any) -> Any:
+    """Build a model of this class with the weights of its folder."""
+    with torch.device("meta"):
+        model = kind(**arguments)
+    initialization.materialize(model, device=torch.device("cpu"))
+    huggingface.read(model, huggingface.imported_names(model))
+    return model.eval()
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a folder, of all of its files."""
+    from safetensors.torch import load_file
+
+    files = map(load_file, path.glob("*.safetensors"))
+    return {name: value for file in files for name, value in file.items()}
 
 
 def write_tokenizer(path: Path, tokens: int) -> None:

@@ -1,9 +1,4 @@
-"""Small random models of timm. Runs by tests/finetune/extras.py.
-
-image_models.py make FOLDER            a folder for each kind, with a head of 7 classes
-image_models.py logits FOLDER OUT      the largest difference of logits to timm's own, for each kind
-image_models.py fit FOLDER KIND OUT LAYOUT…    how far each layout's training is from one process's
-"""
+"""Small random models of timm. Called by extras.call."""
 
 import json
 import sys
@@ -22,7 +17,8 @@ KINDS: dict[
 CLASSES = 7
 
 
-def make(root: Path) -> None:
+def make(root: str) -> None:
+    """Write a folder for each kind, with a head of 7 classes."""
     import torch
     from safetensors.torch import save_file
     from torch import nn
@@ -37,7 +33,7 @@ def make(root: Path) -> None:
         for value in model.parameters():
             if value.ndim > 1:
                 nn.init.normal_(value, 0.0, 0.2 if kind == "vit" else (value[0].numel()) ** -0.5)
-        folder = root / kind
+        folder = Path(root, kind)
         folder.mkdir()
         save_file(
             {name: value.contiguous() for name, value in model.state_dict().items()},
@@ -57,30 +53,30 @@ def make(root: Path) -> None:
         )
 
 
-def logits(root: Path) -> dict[str, float]:
+def logits(root: str) -> dict[str, float]:
+    """Return the largest difference of logits to timm's own, for each kind."""
     import torch
     from safetensors.torch import load_file
 
-    from armature.checkpoint import huggingface
     from armature.models.timm import package
     from armature.models.timm.model import ImageClassifier
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     timm, found = package.load(), {}
     for kind, (architecture, args, side) in KINDS.items():
-        with torch.device("meta"):
-            model = ImageClassifier(pretrained=str(root / kind), classes=CLASSES, new_head=False)
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
+        model = folders.read(
+            ImageClassifier, pretrained=f"{root}/{kind}", classes=CLASSES, new_head=False
+        )
         theirs = timm.create_model(architecture, num_classes=CLASSES, in_chans=1, **args)
-        theirs.load_state_dict(load_file(root / kind / "model.safetensors"))
+        theirs.load_state_dict(load_file(f"{root}/{kind}/model.safetensors"))
         images = torch.randn(4, 1, side, side, generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
-            found[kind] = float((model.eval()(images) - theirs.eval()(images)).abs().max())
+            found[kind] = float((model(images) - theirs.eval()(images)).abs().max())
     return found
 
 
-def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
+def fit(root: str, kind: str, layouts: list[str]) -> dict[str, Any]:
+    """Return how far each layout's training is from one process's."""
     from tests.finetune import layouts as compare
     from tests.support.parity import harness
 
@@ -91,20 +87,10 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
         global_batch=8,
         optimizer_args={"lr": 1e-3, "eps": 1e-6},
         model_args={
-            "pretrained": str(root / kind),
+            "pretrained": f"{root}/{kind}",
             "image_size": KINDS[kind][2],
             "channels": 1,
             "classes": 5,
         },
     )
-    compare.fit(chosen, layouts, out)
-
-
-if __name__ == "__main__":
-    what, folder, *rest = sys.argv[1:]
-    if what == "make":
-        make(Path(folder))
-    elif what == "logits":
-        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
-    else:
-        fit(Path(folder), rest[0], rest[2:], Path(rest[1]))
+    return compare.fit(chosen, layouts)

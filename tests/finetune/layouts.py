@@ -2,16 +2,13 @@
 with one process.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 
-def fit(chosen: Any, layouts: Sequence[str], out: Path) -> None:
-    """Write the losses of one process, and each layout's largest differences from it, after each
-    layout.
+def fit(chosen: Any, layouts: Sequence[str]) -> dict[str, Any]:
+    """Return the losses of one process, and each layout's largest differences from it.
 
     Args:
         chosen: a `harness.Job` of one process.
@@ -27,12 +24,11 @@ def fit(chosen: Any, layouts: Sequence[str], out: Path) -> None:
             replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks)
         )
         found[name] = harness.difference(run, single)
-        out.write_text(json.dumps(found, indent=1))
+    return found
 
 
-def assert_equal(out: Path, layouts: Sequence[str]) -> None:
-    """What `fit` wrote: the model learns, and every layout trains as one process does."""
-    found = json.loads(out.read_text())
+def assert_equal(found: dict[str, Any], layouts: Sequence[str]) -> None:
+    """What `fit` found: the model learns, and every layout trains as one process does."""
     assert found["single"][0] != found["single"][3]
     assert [*found] == ["single", *layouts]
     for name in layouts:

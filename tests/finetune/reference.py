@@ -1,13 +1,6 @@
-"""Small random models of transformers, and their logits.
-
-Runs by tests/finetune/extras.py, in a process of its own.
-
-reference.py make FOLDER        a folder for each family, and FOLDER/logits.safetensors
-reference.py logits FOLDER OUT  what transformers computes with the model in FOLDER
-"""
+"""Small random models of transformers, and their logits. Called by extras.call."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -68,7 +61,9 @@ def logits(folder: Path) -> torch.Tensor:
         return model(ids()).logits
 
 
-def make(root: Path) -> None:
+def make(root: str) -> None:
+    """Write a folder for each family, and logits.safetensors of all."""
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for name, (kind, more) in FAMILIES.items():
@@ -77,8 +72,16 @@ def make(root: Path) -> None:
         for parameter, value in model.named_parameters():
             if value.ndim == 1:
                 nn.init.normal_(value, 1.0 if "norm" in parameter else 0.0, 0.2)
-        model.save_pretrained(root / name, max_shard_size="160KB")
-        write_old_dialect(root / name)
+        model.save_pretrained(Path(root, name), max_shard_size="160KB")
+        write_old_dialect(Path(root, name))
+    found = {name: logits(Path(root, name)) for name in FAMILIES}
+    save_file(found, Path(root, "logits.safetensors"))
+
+
+def write_logits(folder: str, file: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"logits": logits(Path(folder))}, file)
 
 
 def write_old_dialect(folder: Path) -> None:
@@ -92,17 +95,3 @@ def write_old_dialect(folder: Path) -> None:
     config.pop("layer_types", None)
     config["torch_dtype"] = config.pop("dtype", "float32")
     (folder / "old_config.json").write_text(json.dumps(config))
-
-
-if __name__ == "__main__":
-    from safetensors.torch import save_file
-
-    what, folder, *out = sys.argv[1:]
-    if what == "make":
-        make(Path(folder))
-        save_file(
-            {name: logits(Path(folder) / name) for name in FAMILIES},
-            Path(folder) / "logits.safetensors",
-        )
-    else:
-        save_file({"logits": logits(Path(folder))}, out[0])

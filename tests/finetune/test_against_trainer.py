@@ -2,9 +2,8 @@
 adapters, peft's.
 """
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from armature.models.decoder.names import theirs
 from armature.parallel import initialization
 from tests import needs, running
 from tests.data import chat_parts
-from tests.finetune import extras
+from tests.finetune import extras, trainer_reference
 from tests.finetune.folders import write_random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, ROWS, MICRO = 8, 4, 2
-BESIDE = Path(__file__).parent
 NEAR = 1e-5
 JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
@@ -52,9 +50,7 @@ RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The run directory of each job, with losses.json: what the Trainer made of the same batches,
-    in one process.
-    """
+    """The run directory of each job, and the losses that the Trainer made of the same batches."""
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("trainer")
     for name, changes in MODELS.items():
@@ -65,9 +61,10 @@ def runs(tmp_path_factory):
         for i in range(200)
     ]
     chat_parts.write(root / "chats.jsonl", chats)
-    found = {name: train(root, *job) for name, job in JOBS.items()}
-    jobs = [write_job(run, packed=JOBS[name][2]) for name, run in found.items()]
-    extras.command(BESIDE / "trainer_reference.py", *jobs)
+    found = {}
+    for name, job in JOBS.items():
+        run = train(root, *job)
+        found[name] = run, extras.call(trainer_reference.train, job_of(run, packed=job[2]))
     return found
 
 
@@ -103,14 +100,12 @@ def train(
         *([] if "strategy" in own else ["strategy=single"]),
         *more,
     ]
-    command = [sys.executable, str(running.ROOT / "train.py"), *words]
-    result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = running.call("train.py", *words, cwd=root, ranks=ranks)
     assert ranks > 1 or f"next: python scripts/generate.py {root / name} --chat" in result.stderr
     return root / name
 
 
-def write_job(run: Path, *, packed: bool) -> Path:
+def job_of(run: Path, *, packed: bool) -> dict[str, Any]:
     """Write the batches that the run was trained on and the adapters that it started from, for the
     reference.
     """
@@ -137,7 +132,7 @@ def write_job(run: Path, *, packed: bool) -> Path:
         "clip": 1.0,
         "lora": None,
         "start": str(run / "start.safetensors"),
-        "out": str(run / "losses.json"),
+        "out": str(run / "trainer"),
     }
     if "adapter" in cfg.task:
         save_file(first_adapters(cfg), job["start"])
@@ -147,9 +142,7 @@ def write_job(run: Path, *, packed: bool) -> Path:
             "target_modules": "all-linear",
         }
         job["lora"] = lora
-    file = run / "job.json"
-    file.write_text(json.dumps(job))
-    return file
+    return job
 
 
 def first_adapters(cfg) -> dict[str, torch.Tensor]:
@@ -172,10 +165,8 @@ def first_adapters(cfg) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_each_step_has_the_loss_of_transformers_trainer(runs, name):
-    losses, expected = (
-        running.losses(runs[name]),
-        json.loads((runs[name] / "losses.json").read_text()),
-    )
+    run, expected = runs[name]
+    losses = running.losses(run)
     assert len(losses) == STEPS
     assert losses[0] - losses[-1] > 0.1, losses
     assert losses == pytest.approx(expected, abs=NEAR, rel=0)
@@ -197,8 +188,8 @@ def test_packed_conversations_have_these_losses_under_every_layout(runs, layout)
     own = (*strategy, f"trainer.devices={ranks}", f"run.name=packed-{layout.replace(' ', '')}")
     if layout in ("ddp", "fsdp"):
         own = (*own, "data.micro_batch_size=1")  # so that both ranks accumulate
-    run = train(runs[name].parent, *JOBS[name], *own, ranks=ranks)
-    expected = json.loads((runs[name] / "losses.json").read_text())
+    straight, expected = runs[name]
+    run = train(straight.parent, *JOBS[name], *own, ranks=ranks)
     assert running.losses(run) == pytest.approx(expected, abs=NEAR, rel=0)
 
 
@@ -206,9 +197,9 @@ def test_zero_3_that_resumes_has_these_losses_too(runs):
     """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again
     halfway.
     """
-    root = runs["adapters, llama"].parent
+    straight, expected = runs["adapters, llama"]
+    root = straight.parent
     more = ("strategy=deepspeed_zero3", "trainer.devices=2", "run.name=zero3")
     for steps in (STEPS // 2, STEPS):
         train(root, *JOBS["adapters, llama"], *more, f"trainer.max_steps={steps}", ranks=2)
-    expected = json.loads((runs["adapters, llama"] / "losses.json").read_text())
     assert running.losses(root / "zero3") == pytest.approx(expected, abs=NEAR, rel=0)

@@ -13,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from armature import config
@@ -27,7 +26,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 from armature.strategies.single import SingleDevice
-from tests.finetune.folders import write_model
+from tests.finetune.folders import write_random_model
 from tests.support.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
@@ -41,17 +40,8 @@ SIZES = {
 }
 
 
-def write_base(path: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Write a folder with random weights, in two files."""
-    generator = torch.Generator().manual_seed(seed)
-    write_model(path, **{**SIZES, **changes})
-    for file in sorted(path.glob("*.safetensors")):
-        tensors = {
-            name: 0.2 * torch.randn(value.shape, generator=generator)
-            for name, value in load_file(file).items()
-        }
-        save_file(tensors, file, metadata={"format": "pt"})
-    return path
+def write_base(path: Path, **changes: Any) -> Path:
+    return write_random_model(path, **{**SIZES, **changes})
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def test_what_is_not_the_base_model_is_named(model, tmp_path):
     assert f"Its base model was {model}. Type model.pretrained=FOLDER" in told
 
     assert "its weights have other values" in says(
-        write_base(tmp_path / "a", seed=1), needed, checkpoint
+        write_base(tmp_path / "a", seed=2), needed, checkpoint
     )
     told = says(write_base(tmp_path / "b", rope_theta=1e6), needed, checkpoint)
     assert f"its config.json is not the run's, {tmp_path}/run/pretrained/config.json." in told
@@ -105,6 +95,7 @@ CHAIN = [
     "ddp 2",
     "fsdp 2",
     "hsdp 2×2",
+    "tensor 2",
     "tensor 2, sequence parallel",
     "pipeline 2, 1f1b",
     "fsdp 2 × tensor 2",
@@ -212,7 +203,7 @@ def test_what_checkpoints_leave_out_follows_from_where_the_weights_come_from(mod
     )
     assert check.left_out(cfg, adapters) == base.record(model)
     with pytest.raises(ConfigError, match="other values"):
-        check.left_out(run_config(write_base(tmp_path / "other", seed=1)), adapters)
+        check.left_out(run_config(write_base(tmp_path / "other", seed=2)), adapters)
 
 
 def test_a_resume_needs_the_base_model_of_its_checkpoint(model, tmp_path):
@@ -228,7 +219,7 @@ def test_a_resume_needs_the_base_model_of_its_checkpoint(model, tmp_path):
         check.fill(run_config(model))  # not the run's copy, which has no weights
     assert check.fill(run_config(moved)).model.pretrained == str(moved)
     elsewhere = {"root": str(tmp_path / "runs"), "name": "b"}
-    other = write_base(tmp_path / "other", seed=1)
+    other = write_base(tmp_path / "other", seed=2)
     with pytest.raises(ConfigError, match="other values"):
         check.fill(run_config(other, run=elsewhere, resume=str(checkpoint)))
     assert check.fill(run_config(other, run=elsewhere)).model.width == 32  # a new run

@@ -10,13 +10,13 @@ import pytest
 
 from tests import needs, running
 from tests.data.chat_parts import folder as write_tokenizer
+from tests.finetune import classifier_models, extras
 from tests.finetune.classifier_models import KINDS
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
-from tests.finetune.test_huggingface_runs import EVERY, losses
+from tests.finetune.test_huggingface_runs import EVERY, assert_measured_as_at_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).with_name("classifier_models.py")
 WITH_PLAN = ("llama", "qwen3")  # transformers has none for the others
 WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "how are you"}
 
@@ -25,15 +25,14 @@ WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "
 def folders(tmp_path_factory):
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("classifiers")
-    command(SCRIPT, "make", root)
+    extras.call(classifier_models.make, root)
     for path in root.iterdir():
         write_tokenizer(path)
     return root
 
 
 def test_logits_are_transformers_own_of_each_text_without_padding(folders):
-    command(SCRIPT, "logits", folders, folders / "logits.json")
-    far = json.loads((folders / "logits.json").read_text())
+    far = extras.call(classifier_models.logits, folders)
     assert {*far} == {*KINDS}
     assert max(far.values()) <= 2e-5, far
 
@@ -44,9 +43,7 @@ def test_logits_are_transformers_own_of_each_text_without_padding(folders):
 )
 def test_layouts_train_as_one_process_does(folders, kind, adapter):
     layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
-    out = folders / f"{kind}-{adapter}.json"
-    command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
-    assert_equal(out, layouts)
+    assert_equal(extras.call(classifier_models.fit, folders, kind, layouts, adapter), layouts)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +98,10 @@ def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, 
     assert "is not there any more" in train(
         tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=16"
     )
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")  # bit for bit
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
-    shown = command(scripts / "evaluate.py", run, "--split", "test", "--accelerator", "cpu")
-    found = dict(line.split() for line in shown.splitlines() if line.startswith("  test/"))
-    at_the_end = json.loads((run / "summary.json").read_text())["metrics"]
-    assert at_the_end["val/accuracy"] > 0.5
-    assert {*found} == {"test/loss", "test/accuracy"}
-    for name, value in found.items():
-        assert float(value) == pytest.approx(at_the_end[name], abs=1e-5), name
+    assert running.summary(run)["metrics"]["val/accuracy"] > 0.5
+    assert_measured_as_at_the_end(run)
     new = tmp_path / "new.jsonl"  # without labels, and of two classes only
     new.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*WORDS.values()][1:]))
     out = tmp_path / "predictions.csv"
@@ -168,13 +160,5 @@ def test_adapters_and_a_new_head_are_kept_alone_and_resume(folders, texts, tmp_p
     train(tmp_path, folders / "bert", texts, "run.name=run", *more, "trainer.max_steps=3")
     said = train(tmp_path, folders / "bert", texts, "run.name=run", *more, "trainer.max_steps=6")
     assert "parameters are trained" in said
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    shown = command(
-        running.ROOT / "scripts" / "evaluate.py",
-        tmp_path / "run",
-        "--split",
-        "val",
-        "--accelerator",
-        "cpu",
-    )
-    assert "val/accuracy" in shown
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")
+    assert_measured_as_at_the_end(tmp_path / "run")

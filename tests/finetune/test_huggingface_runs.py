@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from armature.checkpoint.storage import read_metadata
 from armature.finetune import folder
@@ -15,12 +14,13 @@ from armature.models.adapters import is_adapter
 from tests import needs, running
 from tests.data.chat_parts import CHATS, write
 from tests.data.chat_parts import folder as write_tokenizer
+from tests.finetune import extras, transformers_models
 from tests.finetune.extras import command
+from tests.finetune.folders import tensors
 from tests.finetune.layouts import assert_equal
 from tests.finetune.transformers_models import KINDS, RECURRENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).with_name("transformers_models.py")
 EVERY = [
     "ddp 2",
     "fsdp 2",
@@ -37,13 +37,12 @@ WITHOUT_TENSOR = ("gpt2",)  # transformers has no plan for it
 def folders(tmp_path_factory):
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("models")
-    command(SCRIPT, "make", root)
+    extras.call(transformers_models.make, root)
     return root
 
 
 def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
-    command(SCRIPT, "logits", folders, folders / "logits.json")
-    far = json.loads((folders / "logits.json").read_text())
+    far = extras.call(transformers_models.logits, folders)
     assert len(far) == 4 * len(KINDS) + 3 * len(RECURRENT)
     assert all(far[kind] == 0.0 for kind in (*KINDS, *RECURRENT)), far
     assert max(far.values()) <= 5e-5, far
@@ -55,9 +54,7 @@ def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
 )
 def test_layouts_train_as_one_process_does(folders, kind, adapter):
     layouts = [name for name in EVERY if "tensor" not in name or kind not in WITHOUT_TENSOR]
-    out = folders / f"{kind}-{adapter}.json"
-    command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
-    assert_equal(out, layouts)
+    assert_equal(extras.call(transformers_models.fit, folders, kind, layouts, adapter), layouts)
 
 
 def train(root: Path, *more: str, code: int = 0) -> str:
@@ -86,8 +83,15 @@ def train(root: Path, *more: str, code: int = 0) -> str:
     return command(*words, *more, code=code)
 
 
-def losses(run: Path) -> list[float]:
-    return [float(row["train/loss"]) for row in running.rows(run)]
+def assert_measured_as_at_the_end(run: Path) -> None:
+    """evaluate.py prints what the run measured on its test split."""
+    words = (run, "--split", "test", "--accelerator", "cpu")
+    shown = command(running.ROOT / "scripts" / "evaluate.py", *words)
+    found = dict(line.split() for line in shown.splitlines() if line.startswith("  test/"))
+    measured = running.summary(run)["metrics"]
+    assert {*found} == {"test/loss", "test/accuracy"}
+    for name, value in found.items():
+        assert float(value) == pytest.approx(measured[name], abs=1e-5), name
 
 
 def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
@@ -101,17 +105,10 @@ def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
     train(tmp_path, *run, "trainer.max_steps=2")
     base.unlink()
     assert "is not there any more" in train(tmp_path, *run, "trainer.max_steps=4")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")  # bit for bit
     convert = running.ROOT / "scripts" / "convert.py"
     assert "its logits are the run's" in command(convert, tmp_path / "run", tmp_path / "out")
-    ours, theirs = (
-        {
-            name: value
-            for file in path.glob("*.safetensors")
-            for name, value in load_file(file).items()
-        }
-        for path in (tmp_path / "out", folders / "gpt_neox")
-    )
+    ours, theirs = tensors(tmp_path / "out"), tensors(folders / "gpt_neox")
     assert {name: value.shape for name, value in ours.items()} == {
         name: value.shape for name, value in theirs.items()
     }
@@ -149,7 +146,7 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
     )
     more.append(f"model.pretrained={moved}")
     assert "parameters are trained" in train(tmp_path, "run.name=run", *more, "trainer.max_steps=4")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")  # bit for bit
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
     command(
         scripts / "generate.py",
@@ -166,10 +163,9 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
         scripts / "convert.py", run, tmp_path / "adapter", "--adapter"
     )
     assert "its logits are the run's" in command(scripts / "convert.py", run, tmp_path / "out")
-    command(SCRIPT, "peft", moved, tmp_path / "adapter", tmp_path / "out", tmp_path / "far.json")
-    assert json.loads((tmp_path / "far.json").read_text()) <= 2e-5
-    command(SCRIPT, "generate", tmp_path / "out", tmp_path / "texts.json", run)
-    texts = json.loads((tmp_path / "texts.json").read_text())
+    adapter, merged = tmp_path / "adapter", tmp_path / "out"
+    assert extras.call(transformers_models.with_peft, moved, adapter, merged) <= 2e-5
+    texts = extras.call(transformers_models.generated, run, merged)
     assert all(ours == theirs for ours, theirs in texts), texts
 
 

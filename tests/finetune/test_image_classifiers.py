@@ -10,26 +10,26 @@ import pytest
 
 from armature.finetune import folder
 from tests import needs, running
+from tests.data.test_people_data import write_images
+from tests.finetune import extras, image_models
 from tests.finetune.extras import command
 from tests.finetune.image_models import KINDS
 from tests.finetune.layouts import assert_equal
-from tests.finetune.test_huggingface_runs import EVERY, losses
+from tests.finetune.test_huggingface_runs import EVERY, assert_measured_as_at_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).with_name("image_models.py")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     needs.extra("timm")
     root = tmp_path_factory.mktemp("images")
-    command(SCRIPT, "make", root)
+    extras.call(image_models.make, root)
     return root
 
 
 def test_logits_are_timms_own(folders):
-    command(SCRIPT, "logits", folders, folders / "logits.json")
-    far = json.loads((folders / "logits.json").read_text())
+    far = extras.call(image_models.logits, folders)
     assert {*far} == {*KINDS}
     assert max(far.values()) <= 1e-6, far
 
@@ -41,9 +41,7 @@ def test_layouts_train_as_one_process_does(folders, kind):
         for name in EVERY
         if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
     ]
-    out = folders / f"{kind}.json"
-    command(SCRIPT, "fit", folders, kind, out, *layouts)
-    assert_equal(out, layouts)
+    assert_equal(extras.call(image_models.fit, folders, kind, layouts), layouts)
 
 
 def train(root: Path, base: Path, *more: str, code: int = 0) -> str:
@@ -80,33 +78,12 @@ def test_a_run_on_digits_resumes_bit_for_bit_without_its_folder(folders, tmp_pat
     assert "is not there any more" in train(
         tmp_path, base, "run.name=run", *layout, "trainer.max_steps=8"
     )
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert running.losses(tmp_path / "run") == running.losses(tmp_path / "whole")
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
-    shown = command(scripts / "evaluate.py", run, "--split", "test", "--accelerator", "cpu")
-    found = dict(line.split() for line in shown.splitlines() if line.startswith("  test/"))
-    at_the_end = json.loads((run / "summary.json").read_text())["metrics"]
-    assert {*found} == {"test/loss", "test/accuracy"}
-    for name, value in found.items():
-        assert float(value) == pytest.approx(at_the_end[name], abs=1e-5), name
+    assert_measured_as_at_the_end(run)
     out = tmp_path / "predictions.csv"
     command(scripts / "predict.py", run, f"out={out}", "--accelerator", "cpu")
     assert {*csv.DictReader(out.open()).__next__()} >= {"class", "probability"}
-
-
-def test_class_folders_of_images_keep_their_numbers(folders, tmp_path):
-    images = pytest.importorskip("PIL.Image")
-    for i, name in enumerate(("cat", "dog")):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for k in range(12):
-            images.new("RGB", (12, 12), (200 * i, 10 * k, 0)).save(
-                tmp_path / "photos" / name / f"{k}.png"
-            )
-    # the folder's model takes one channel, and photos have three
-    photos = ["data=image_folder", f"data.path={tmp_path / 'photos'}", "trainer.max_steps=1"]
-    said = train(tmp_path, folders / "vit", *photos, code=2)
-    assert "The data have image_size=64, and model.pretrained=" in said
-    assert "Type data.size=8" in said
-    assert "The data have channels=3" in said
 
 
 def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
@@ -122,6 +99,13 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
     assert "the data need at least 10" in train(
         tmp_path, folders / "vit", *few, "model.classes=3", code=2
     )
+    # the folder's model takes one channel, and photos have three
+    write_images(tmp_path / "photos", 12)
+    photos = ["data=image_folder", f"data.path={tmp_path / 'photos'}"]
+    said = train(tmp_path, folders / "vit", *few, *photos, code=2)
+    assert "The data have image_size=64, and model.pretrained=" in said
+    assert "Type data.size=8" in said
+    assert "The data have channels=3" in said
     base = tmp_path / "base"
     base.mkdir()
     (base / folder.WEIGHTS).symlink_to(folders / "vit" / folder.WEIGHTS)

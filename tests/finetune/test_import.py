@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from armature.data import tokenizer
 from armature.finetune import architecture, built, check, folder
 from armature.finetune.export import read_decoder
 from armature.models.decoder.model import Decoder
 from tests import forked, needs, running
-from tests.finetune import extras
+from tests.finetune import extras, reference
+from tests.finetune.folders import read, tensors
 from tests.finetune.reference import FAMILIES, ids
 
-REFERENCE = Path(__file__).with_name("reference.py")
 NEAR = 2e-5
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 def folders(tmp_path_factory):
     needs.extra("transformers")
     root = tmp_path_factory.mktemp("folders")
-    extras.command(REFERENCE, "make", root)
+    extras.call(reference.make, root)
     return root
 
 
@@ -70,33 +71,15 @@ def test_logits_are_transformers_own_under_every_layout(
 def test_a_head_apart_from_a_tied_folder_starts_as_the_embedding(folders, expected):
     path = folders / "qwen3"
     args = architecture.arguments(folder.config(path), name="qwen3") | {"tied": False}
-    from armature.checkpoint import huggingface
-    from armature.parallel import initialization
-
-    with torch.device("meta"):
-        model = Decoder(**args, context=48, pretrained=str(path))
-    initialization.materialize(model, device=torch.device("cpu"))
-    huggingface.read(model, huggingface.imported_names(model))
+    model = read(Decoder, **args, context=48, pretrained=str(path))
     with torch.no_grad():
-        assert float((model.eval()(ids()) - expected["qwen3"]).abs().max()) <= NEAR
+        assert float((model(ids()) - expected["qwen3"]).abs().max()) <= NEAR
     assert model.head.weight is not model.embed.weight
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return running.write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def write_tokenizer(path: Path) -> None:
-    """Write a tokenizer of the 256 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:255]
-    vocabulary = {"<|endoftext|>": 0, **{token: i + 1 for i, token in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / folder.TOKENIZER))
 
 
 TRAIN = (
@@ -122,8 +105,6 @@ TRAIN = (
 
 def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
     words = [
-        sys.executable,
-        str(running.ROOT / "train.py"),
         *TRAIN,
         f"data.path={corpus}",
         f"model.pretrained={path}",
@@ -131,7 +112,7 @@ def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
         f"data.source.cache_dir={cwd}/cache",
         *more,
     ]
-    return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
+    return running.call("train.py", *words, cwd=cwd, ranks=ranks)
 
 
 @pytest.mark.guarantee
@@ -141,7 +122,7 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(
     """And transformers computes the run's logits from what comes out."""
     base = tmp_path / "base"
     shutil.copytree(folders / "qwen3", base)
-    write_tokenizer(base)
+    tokenizer.train(["how are you"], vocab_size=288).save(str(base / folder.TOKENIZER))
     (base / folder.CHAT_TEMPLATE).write_text("{{ messages }}")
     losses = {}
     for run, ranks, more in (
@@ -149,39 +130,26 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(
         ("fsdp", 2, ["strategy=fsdp", "trainer.devices=2"]),
         ("tensor", 2, ["strategy=tensor", "trainer.devices=2"]),
     ):
-        result = train(
-            base, corpus, tmp_path, "trainer.max_steps=2", f"run.name={run}", *more, ranks=ranks
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        losses[run] = [float(row["train/loss"]) for row in running.rows(tmp_path / "outputs" / run)]
+        more += ["trainer.max_steps=2", f"run.name={run}"]
+        train(base, corpus, tmp_path, *more, ranks=ranks)
+        losses[run] = running.losses(tmp_path / "outputs" / run)
     assert losses["fsdp"] == pytest.approx(losses["single"], abs=1e-5)
     assert losses["tensor"] == pytest.approx(losses["single"], abs=1e-5)
     base.rename(tmp_path / "moved")
     more = ["trainer.max_steps=3", "run.name=single", "strategy=single"]
-    result = train(base, corpus, tmp_path, *more)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "is not there any more" in result.stderr
+    assert "is not there any more" in train(base, corpus, tmp_path, *more).stderr
     out = tmp_path / "exported"
-    convert = [sys.executable, str(running.ROOT / "scripts/convert.py"), "outputs/single", str(out)]
-    result = running.run(convert, cwd=tmp_path, env=running.environment())
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "its logits are the run's" in result.stdout
+    converted = running.script("convert.py", "outputs/single", str(out), cwd=tmp_path)
+    assert "its logits are the run's" in converted.stdout
     assert (out / folder.CHAT_TEMPLATE).read_text() == "{{ messages }}"
     assert (out / folder.TOKENIZER).read_bytes() == (
         tmp_path / "moved" / folder.TOKENIZER
     ).read_bytes()
     named = f"model.pretrained={tmp_path / 'moved'}"
-    words = [
-        sys.executable,
-        str(running.ROOT / "scripts/generate.py"),
-        "outputs/single",
-        "--tokens",
-        "1",
-        named,
-    ]
-    result = running.run(words, cwd=tmp_path, env=running.environment())
+    words = ("outputs/single", "--tokens", "1", named)
+    result = running.script("generate.py", *words, cwd=tmp_path)
     assert "holds all weights of the model, so none is read from that folder" in result.stderr
-    extras.command(REFERENCE, "logits", out, tmp_path / "theirs.safetensors")
+    extras.call(reference.write_logits, out, tmp_path / "theirs.safetensors")
     with torch.no_grad():
         ours = read_decoder(out, context=48)(ids())
     assert float((ours - load_file(tmp_path / "theirs.safetensors")["logits"]).abs().max()) <= NEAR
@@ -219,14 +187,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     )
     line = export.export(cfg, checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert "its logits are the run's" in line
-    found, there = (
-        {
-            key: value
-            for file in sorted(path.glob("*.safetensors"))
-            for key, value in load_file(file).items()
-        }
-        for path in (tmp_path / "out", source)
-    )
+    found, there = tensors(tmp_path / "out"), tensors(source)
     assert found.keys() == there.keys()
     assert all(torch.equal(found[key], there[key]) for key in there)
     assert folder.weights(tmp_path / "out").problems == ()

@@ -3,8 +3,6 @@ transformers make of them.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,12 +41,9 @@ save_file({name: value.clone() for name, value in found.items()}, out)
 """
 
 
-def command(*words: str | Path) -> str:
-    result = running.run(
-        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    return result.stdout
+def command(file: str, *words: str | Path, code: int = 0) -> str:
+    result = running.call(file, *words, cwd=running.ROOT, code=code)
+    return result.stderr if code else result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,6 @@ def trained(tmp_path_factory):
     folder(root / "base")
     path = write(root / "chats.jsonl", CHATS)
     words = [
-        running.ROOT / "train.py",
         "experiment=finetune_lora",
         f"model.pretrained={root / 'base'}",
         f"data.path={path}",
@@ -78,16 +72,12 @@ def trained(tmp_path_factory):
         "strategy=fsdp",
         "trainer.devices=2",
     ]
-    command(*words)
+    command("train.py", *words)
     (root / "base").rename(root / "moved")
-    convert = running.ROOT / "scripts" / "convert.py"
+    convert = "scripts/convert.py"
     assert "14 adapters of rank 4" in command(convert, root / "run", root / "adapter", "--adapter")
     merge = [convert, root / "run", root / "merged"]
-    result = subprocess.run([sys.executable, *map(str, merge)], capture_output=True, text=True)
-    assert (result.returncode, f"Its base model was {root / 'base'}. Type" in result.stderr) == (
-        2,
-        True,
-    )
+    assert f"Its base model was {root / 'base'}. Type" in command(*merge, code=2)
     assert "its logits are the run's" in command(*merge, moved(root))
     return root
 
@@ -108,21 +98,8 @@ def test_peft_and_transformers_compute_what_was_trained(trained):
 
 
 def test_a_run_whose_folder_has_moved_answers_and_is_evaluated(trained):
-    scripts = running.ROOT / "scripts"
-    words = [
-        trained / "run",
-        moved(trained),
-        "--chat",
-        "--prompt",
-        "how are 3",
-        "--tokens",
-        "6",
-        "--accelerator",
-        "cpu",
-    ]
-    assert "<|im_" not in command(scripts / "generate.py", *words, "--accelerator", "cpu")
-    evaluate = [scripts / "evaluate.py", trained / "run", moved(trained), "--accelerator", "cpu"]
-    assert "val/loss" in command(*evaluate, "--split", "val")
-    result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "Try --split val" in result.stderr
+    run = [trained / "run", moved(trained), "--accelerator", "cpu"]
+    asked = ["--chat", "--prompt", "how are 3", "--tokens", "6"]
+    assert "<|im_" not in command("scripts/generate.py", *run, *asked)
+    assert "val/loss" in command("scripts/evaluate.py", *run, "--split", "val")
+    assert "Try --split val" in command("scripts/evaluate.py", *run, code=2)

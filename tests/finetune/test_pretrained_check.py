@@ -166,23 +166,3 @@ def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model):
     [problem] = refused(model)
     assert f"tokenizer.json lacks tokens that {folder.ADDED_TOKENS} adds: <|im_end|>." in problem
     assert f"from_pretrained('{model}').save_pretrained('{model}')" in problem
-
-
-def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
-    cfg = config(model, {"source": {"path": "x", "tokenizer": f"{model}/tokenizer.json"}})
-    write_tokenizer(model, 40)
-    cfg.run.name = "mine"
-    run = Path(cfg.run.root) / "mine"
-    run.mkdir(parents=True)
-    folder.keep(model, run)
-    model.rename(model.with_name("moved"))
-    with pytest.raises(ConfigError, match="no folder that holds"):
-        check.fill(cfg)
-    monkeypatch.setattr(
-        check.resume, "last_checkpoint", lambda *args: run / "checkpoints" / "step=000001"
-    )
-    filled = check.fill(cfg)
-    assert filled.model.pretrained == str(run / folder.KEPT)
-    assert filled.data.source.tokenizer == str(run / folder.KEPT / folder.TOKENIZER)
-    assert filled.model.width == 16
-    assert folder.is_same(str(model.with_name("moved")), run)

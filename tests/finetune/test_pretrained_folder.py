@@ -1,29 +1,20 @@
 import json
 import socket
 import struct
-from pathlib import Path
 
 import pytest
 
 from armature.errors import ConfigError
 from armature.finetune import folder
+from tests.finetune.folders import write_shard
 
 SHARDS = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]}
-
-
-def write_shard(file: Path, names: list[str]) -> None:
-    entries = {
-        name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]}
-        for i, name in enumerate(names)
-    }
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(24 * len(names)))
 
 
 @pytest.fixture
 def model(tmp_path):
     for file, names in SHARDS.items():
-        write_shard(tmp_path / file, names)
+        write_shard(tmp_path / file, dict.fromkeys(names, (2, 3)))
     index = {"weight_map": {name: file for file, names in SHARDS.items() for name in names}}
     (tmp_path / folder.INDEX).write_text(json.dumps(index))
     (tmp_path / folder.CONFIG).write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
@@ -34,13 +25,13 @@ def test_headers_name_every_tensor(model):
     found = folder.weights(model)
     assert not found.problems
     assert found.tensors["b"] == folder.SavedTensor(
-        "model-00002-of-00002.safetensors", "F32", (2, 3)
+        "model-00002-of-00002.safetensors", "BF16", (2, 3)
     )
     assert found.files == sorted(SHARDS)
 
 
 def test_mistrals_second_copy_of_its_weights_is_not_read(model):
-    write_shard(model / "consolidated.safetensors", ["other"])
+    write_shard(model / "consolidated.safetensors", {"other": (2, 3)})
     assert folder.weights(model).files == sorted(SHARDS)
 
 
@@ -118,5 +109,5 @@ def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory)
     assert not [*kept.glob("*.safetensors")]
     assert (kept / folder.TOOL_TEMPLATE).read_text() == "tools"
     assert folder.fingerprint(kept) == folder.fingerprint(model)
-    write_shard(model / next(iter(SHARDS)), ["z"])
+    write_shard(model / next(iter(SHARDS)), {"z": (2, 3)})
     assert folder.fingerprint(kept) != folder.fingerprint(model)

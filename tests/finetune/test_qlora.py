@@ -5,7 +5,9 @@ one process.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -138,20 +140,26 @@ def test_what_cannot_be_held_is_refused():
         Lora(**ADAPTER).add_to(Decoder(**{**SIZES, "width": 96}))
 
 
-def test_the_seeds_weights_are_quantized_as_they_are():
+def dense_and_quantized(fill: Callable[[Decoder], None], **options: Any) -> tuple[Decoder, Decoder]:
+    """Return a model in full and in 4 bits, whose Linears hold the rounded weights."""
     models = []
     for quantize in (None, "nf4"):
         with torch.device("meta"):
-            model = Decoder(**SIZES)
+            model = Decoder(**SIZES, **options)
             Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
         initialization.materialize(model, device=torch.device("cpu"))
-        initialization.initialize_by_name(model, seed=3, prefix="model.")
+        fill(model)
         models.append(model)
     dense, quantized = models
     for name, linear in nf4.in_4_bits(quantized).items():
-        assert torch.equal(
-            linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach())
-        )
+        weight = dense.get_parameter(f"{name}.weight").detach()
+        assert torch.equal(linear.dense(), nf4.rounded(weight))
+    return dense, quantized
+
+
+def test_the_seeds_weights_are_quantized_as_they_are():
+    begin = partial(initialization.initialize_by_name, seed=3, prefix="model.")
+    dense, quantized = dense_and_quantized(begin)
     assert torch.equal(dense.get_parameter("embed.weight"), quantized.get_parameter("embed.weight"))
 
 
@@ -167,22 +175,13 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_is_quantized_while_it_is_read(folder, monkeypatch):
-    monkeypatch.setattr(huggingface, "QUANTIZED_AT_ONCE", 40_000)
-    models = []
-    for quantize in (None, "nf4"):
-        with torch.device("meta"):
-            model = Decoder(**SIZES, pretrained=str(folder))
-            Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
-        initialization.materialize(model, device=torch.device("cpu"))
+    def read(model: Decoder) -> None:
         imported = huggingface.imported_names(model)
         assert {name for name, _ in model.named_parameters() if not is_adapter(name)} == imported
         huggingface.read(model, imported)
-        models.append(model)
-    dense, quantized = models
-    for name, linear in nf4.in_4_bits(quantized).items():
-        assert torch.equal(
-            linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach())
-        )
+
+    monkeypatch.setattr(huggingface, "QUANTIZED_AT_ONCE", 40_000)
+    dense_and_quantized(read, pretrained=str(folder))
 
 
 LAYOUTS_TRIED = [

@@ -2,7 +2,6 @@
 folders.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from safetensors.torch import load_file
 from armature import loading
 from armature.checkpoint import convert
 from armature.finetune import nf4
-from tests import running
 from tests.data.chat_parts import CHATS, folder, write
 from tests.finetune.folders import write_random_model
+from tests.finetune.test_lora_folders import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ALSO = [
@@ -22,15 +21,6 @@ ALSO = [
     "callbacks.monitors.norms_every_n_steps=1",
     "strategy.activation_checkpointing=every",
 ]
-SCRIPTS = running.ROOT / "scripts"
-
-
-def command(*words: str | Path, refused: bool = False) -> str:
-    result = running.run(
-        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
-    )
-    assert result.returncode == (2 if refused else 0), result.stdout[-2000:] + result.stderr[-3000:]
-    return result.stderr if refused else result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +38,9 @@ def root(tmp_path_factory):
     return path
 
 
-def words(root: Path, name: str, *more: str) -> list[str | Path]:
+def words(root: Path, name: str, *more: str) -> list[str]:
     return [
-        running.ROOT / "train.py",
+        "train.py",
         "experiment=finetune_qlora",
         f"model.pretrained={root / 'base'}",
         f"data.path={root / 'chats.jsonl'}",
@@ -91,23 +81,23 @@ def test_a_run_of_4_bits_resumes_bit_for_bit(root, run):
 
 
 def test_4_bits_are_not_exchanged_for_16_on_the_way(root, run):
-    said = command(*words(root, "run", "task.adapter.quantize=null"), refused=True)
+    said = command(*words(root, "run", "task.adapter.quantize=null"), code=2)
     assert "was trained with other settings: task.adapter.quantize=nf4 there" in said
 
 
 def test_a_run_of_4_bits_is_evaluated_and_answers(run):
     assert "val/loss" in command(
-        SCRIPTS / "evaluate.py", run, "--split", "val", "--accelerator", "cpu"
+        "scripts/evaluate.py", run, "--split", "val", "--accelerator", "cpu"
     )
     asked = ["--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
-    assert "<|im_" not in command(SCRIPTS / "generate.py", run, *asked)
+    assert "<|im_" not in command("scripts/generate.py", run, *asked)
 
 
 def test_folders_hold_the_quantized_weights_with_the_adapters_added(root, run):
     assert "14 adapters of rank 4" in command(
-        SCRIPTS / "convert.py", run, root / "adapter", "--adapter"
+        "scripts/convert.py", run, root / "adapter", "--adapter"
     )
-    said = command(SCRIPTS / "convert.py", run, root / "merged", "--dtype", "bfloat16")
+    said = command("scripts/convert.py", run, root / "merged", "--dtype", "bfloat16")
     assert "its logits are the run's" in said
     merged, base = (load_file(root / each / "model.safetensors") for each in ("merged", "base"))
     adapter = load_file(root / "adapter" / "adapter_model.safetensors")

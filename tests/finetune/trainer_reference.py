@@ -1,18 +1,11 @@
 """The training of transformers' Trainer, and of peft.
 
-Runs by tests/finetune/extras.py, in a process of its own.
+Called by extras.call.
 
-trainer_reference.py JOB …
-    train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
-
-A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all
+A job has base, batches (safetensors: inputs, targets and, if packed, documents of all
 micro-batches, in order), micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's
-LoraConfig, or null), start (safetensors of A and B) and out.
+LoraConfig, or null), start (safetensors of A and B) and out, a folder.
 """
-
-import json
-import sys
-from pathlib import Path
 
 import torch
 
@@ -35,6 +28,7 @@ def rows(batches: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def train(job: dict) -> list[float]:
+    """Return the loss of each optimizer step."""
     from safetensors.torch import load_file
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -64,7 +58,7 @@ def train(job: dict) -> list[float]:
 
     data = rows(load_file(job["batches"]))
     arguments = TrainingArguments(
-        output_dir=str(Path(job["out"]).with_suffix(".trainer")),
+        output_dir=job["out"],
         per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=job["accumulate"],
         num_train_epochs=1,
@@ -83,8 +77,3 @@ def train(job: dict) -> list[float]:
     trainer.train()
     losses = torch.tensor(trainer.losses).view(-1, job["accumulate"])
     return losses.sum(dim=1).tolist()  # each is its micro-batch's share of the step's loss
-
-
-if __name__ == "__main__":
-    for job in (json.loads(Path(each).read_text()) for each in sys.argv[1:]):
-        Path(job["out"]).write_text(json.dumps(train(job)))

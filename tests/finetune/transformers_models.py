@@ -1,22 +1,7 @@
-"""Small random models of transformers that `model=huggingface` trains.
-
-Runs by tests/finetune/extras.py.
-
-transformers_models.py make FOLDER
-    a folder for each kind of `KINDS`
-transformers_models.py logits FOLDER OUT
-    the largest difference of logits to transformers' own, for each kind
-transformers_models.py peft BASE ADAPTER MERGED OUT
-    how far the adapter that peft loads is from the merged folder
-transformers_models.py generate FOLDER OUT RUN
-    what generate.py prints of a run, and what transformers makes of FOLDER
-transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
-    how far each layout's training is from one process's
-"""
+"""Small random models of transformers that `model=huggingface` trains. Called by extras.call."""
 
 import contextlib
 import io
-import json
 import runpy
 import sys
 from dataclasses import replace
@@ -81,7 +66,8 @@ CONTEXT = 48
 END = "<|im_end|>"  # of a turn in the template beside the models
 
 
-def make(root: Path) -> None:
+def make(root: str) -> None:
+    """Write a folder for each kind of KINDS and RECURRENT."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -92,27 +78,24 @@ def make(root: Path) -> None:
         for name, value in model.named_parameters():
             if value.ndim == 1:
                 nn.init.normal_(value, 1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
-        model.save_pretrained(root / kind, max_shard_size="160KB")
+        model.save_pretrained(f"{root}/{kind}", max_shard_size="160KB")
 
 
-def logits(root: Path) -> dict[str, float]:
+def logits(root: str) -> dict[str, float]:
+    """Return the largest difference of logits to transformers' own, for each kind."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from armature.checkpoint import huggingface
     from armature.models.huggingface.model import CausalLM
-    from armature.parallel import initialization
+    from tests.finetune import folders
 
     ids, found = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
     for kind in (*KINDS, *RECURRENT):
-        with torch.device("meta"):
-            model = CausalLM(pretrained=str(root / kind), context=CONTEXT)
-        initialization.materialize(model, device=torch.device("cpu"))
-        huggingface.read(model, huggingface.imported_names(model))
-        theirs = AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32).eval()
+        model = folders.read(CausalLM, pretrained=f"{root}/{kind}", context=CONTEXT)
+        theirs = AutoModelForCausalLM.from_pretrained(f"{root}/{kind}", dtype=torch.float32).eval()
         with torch.no_grad():
             expected = theirs(ids).logits
-            found[kind] = float((model.eval()(ids) - expected).abs().max())
+            found[kind] = float((model(ids) - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
             parts = (
                 [17, *[1] * 31] if kind in RECURRENT else [17, 1, 1, 9, 1, 19]
@@ -142,7 +125,8 @@ def packing_problems(model: Any) -> list[str]:
     return built._packing_problems(model.to("meta"))
 
 
-def with_peft(base: Path, adapter: Path, merged: Path) -> float:
+def with_peft(base: str, adapter: str, merged: str) -> float:
+    """Return how far the adapter that peft loads is from the merged folder."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -154,7 +138,7 @@ def with_peft(base: Path, adapter: Path, merged: Path) -> float:
     )
     with torch.no_grad():
         before = plain(ids).logits
-        theirs = PeftModel.from_pretrained(plain, str(adapter)).eval()(ids).logits
+        theirs = PeftModel.from_pretrained(plain, adapter).eval()(ids).logits
         assert (theirs - before).abs().max() > 1e-3
         return float((theirs - ours(ids).logits).abs().max())
 
@@ -162,7 +146,7 @@ def with_peft(base: Path, adapter: Path, merged: Path) -> float:
 PROMPTS, NEW = ["how are you", "I am fine thank"], 12
 
 
-def answer(path: Path, prompt: str, *, chat: bool) -> tuple[Any, Any, Any]:
+def answer(path: str, prompt: str, *, chat: bool) -> tuple[Any, Any, Any]:
     """Return the tokenizer of a folder, and what transformers generates from it: all ids, and the
     new ones.
     """
@@ -184,7 +168,7 @@ def answer(path: Path, prompt: str, *, chat: bool) -> tuple[Any, Any, Any]:
     return tokenizer, whole, whole[ids.shape[1] :]
 
 
-def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
+def generated(typed: str, reference: str) -> list[tuple[str, str]]:
     """Return what generate.py prints of texts, then of chats, from a path, and what transformers
     makes of a folder.
     """
@@ -203,7 +187,7 @@ def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
         words = [word for prompt in PROMPTS for word in ("--prompt", prompt)] + ["--chat"] * chat
         sys.argv = [
             "",
-            str(typed),
+            typed,
             *words,
             "--accelerator",
             "cpu",
@@ -220,7 +204,8 @@ def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
+def fit(root: str, kind: str, layouts: list[str], adapter: bool) -> dict[str, Any]:
+    """Return how far each layout's training is from one process's."""
     from tests.finetune import layouts as compare
     from tests.support.parity import harness
 
@@ -230,25 +215,8 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
         model="armature.models.huggingface.model.CausalLM",
         steps=4,
         global_batch=8,
-        model_args={"pretrained": str(root / kind), "context": 32, "vocab_size": 320},
+        model_args={"pretrained": f"{root}/{kind}", "context": 32, "vocab_size": 320},
         adapter={"rank": 4, "alpha": 8.0} if adapter else None,
         optimizer_args={"lr": 1e-3, "eps": 1e-6},
     )
-    compare.fit(chosen, layouts, out)
-
-
-if __name__ == "__main__":
-    what, folder, *rest = sys.argv[1:]
-    if what == "make":
-        make(Path(folder))
-    elif what == "logits":
-        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
-    elif what == "generate":
-        out, run = rest
-        Path(out).write_text(json.dumps(generated(Path(run), Path(folder))))
-    elif what == "peft":
-        Path(rest[2]).write_text(json.dumps(with_peft(Path(folder), Path(rest[0]), Path(rest[1]))))
-    else:
-        kind, out, *names = rest
-        layouts = [name for name in names if name != "--adapter"]
-        fit(Path(folder), kind, layouts, Path(out), adapter="--adapter" in names)
+    return compare.fit(chosen, layouts)

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from tests import running
-from tests.guarantees.runs import BASE, PACKAGES, command, of_example, of_user
+from tests.guarantees.runs import BASE, PACKAGES, of_example, of_user
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 EXIT_REFUSED = 2
@@ -39,10 +39,9 @@ def run_dir(runs, tmp_path):
     return copy
 
 
-def call(script, *arguments, cwd):
-    words = [*command()[:1], str(running.ROOT / script), *map(str, arguments)]
-    env = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
-    return running.run(words, cwd=cwd, env=env)
+def call(script, *words, cwd, code: int | None = EXIT_REFUSED, **environment):
+    paths = f"{running.ROOT / 'src'}:{running.ROOT}"
+    return running.call(script, *words, cwd=cwd, code=code, PYTHONPATH=paths, **environment)
 
 
 def vouch(checkpoint: Path) -> None:
@@ -75,7 +74,7 @@ def test_no_file_of_a_checkpoint_runs_code(number, zipped, run_dir, tmp_path):
         ("scripts/predict.py", run_dir, "out=rows.csv", PACKAGES),
         ("scripts/convert.py", run_dir, tmp_path / "x.safetensors"),
     ):
-        done = call(script, *arguments, cwd=tmp_path)
+        done = call(script, *arguments, cwd=tmp_path, code=None)
         if (script, done.returncode) == ("scripts/convert.py", 0):
             continue  # it has not read this file
         assert done.returncode == EXIT_REFUSED, f"{script}: {done.stderr[-2000:]}"
@@ -90,9 +89,7 @@ def test_a_ckpt_that_is_no_tensors_runs_no_code(tmp_path):
         ("train.py", *words),
         ("scripts/convert.py", "x.ckpt", "outputs/x/checkpoints/step=000000"),
     ):
-        done = call(script, *arguments, cwd=tmp_path)
-        assert done.returncode == EXIT_REFUSED, done.stderr[-2000:]
-        assert "x.ckpt: refused" in done.stderr
+        assert "x.ckpt: refused" in call(script, *arguments, cwd=tmp_path).stderr
     assert not (tmp_path / "ran").exists()
 
 
@@ -102,7 +99,6 @@ def test_a_ckpt_that_is_no_tensors_runs_no_code(tmp_path):
 def test_a_configuration_names_no_other_code(target, tmp_path):
     words = [*BASE, *of_example(), "run.name=mine"]
     done = call("train.py", *words, f"+callbacks.x={{_target_:{target},path:owned}}", cwd=tmp_path)
-    assert done.returncode == EXIT_REFUSED
     assert f"callbacks.x._target_={target}" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -116,19 +112,14 @@ def test_a_run_of_a_stranger_names_no_other_code(run_dir, tmp_path):
         ("scripts/evaluate.py", run_dir),
         ("scripts/predict.py", run_dir, "out=rows.csv"),
     ):
-        done = call(script, *arguments, cwd=tmp_path)
-        assert (done.returncode, "os.mkdir" in done.stderr) == (EXIT_REFUSED, True), done.stderr
+        assert "os.mkdir" in call(script, *arguments, cwd=tmp_path).stderr
     assert not (tmp_path / "owned").exists()
 
 
 def test_a_value_of_the_environment_is_written_nowhere(tmp_path):
     words = [*BASE, *of_example(), "logger=tensorboard", "run.name=mine", "trainer.max_steps=3"]
-    done = running.run(
-        command(*words, "run.notes=${oc.env:MY_TOKEN}", "run.tags=[a,'${oc.env:MY_TOKEN}']"),
-        cwd=tmp_path,
-        env=running.environment(MY_TOKEN=SECRET),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words += ["run.notes=${oc.env:MY_TOKEN}", "run.tags=[a,'${oc.env:MY_TOKEN}']"]
+    done = call("train.py", *words, cwd=tmp_path, code=0, MY_TOKEN=SECRET)
     assert SECRET not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 6
@@ -139,7 +130,6 @@ def test_a_value_of_the_environment_is_written_nowhere(tmp_path):
 def test_a_typed_secret_is_refused_and_not_repeated(tmp_path):
     words = [*BASE, *of_example(), "run.name=mine", f"+callbacks.x.api_key={SECRET}"]
     done = call("train.py", *words, cwd=tmp_path)
-    assert done.returncode == EXIT_REFUSED
     assert "callbacks.x.api_key" in done.stderr
     assert SECRET not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []

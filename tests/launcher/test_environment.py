@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,11 +15,13 @@ from armature.launcher import environment, streams, supervise
     ("name", "read"),
     [
         ("RANK", environment.rank),
+        ("WORLD_SIZE", environment.world_size),
         ("LOCAL_WORLD_SIZE", environment.local_world_size),
         ("ARMATURE_DEADLINE", environment.deadline),
     ],
 )
 def test_a_stray_variable_is_named(name, read, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(name, "soon")
     with pytest.raises(
         ConfigError, match=f"{name}=soon: must be a number; a launcher sets it. Type unset {name}"
@@ -60,28 +63,17 @@ def test_a_level_of_torchs_that_is_none_is_named_before_torch_is_imported(monkey
     assert environment.debug_problem() is None
 
 
-def test_a_name_of_rank_0s_machine_may_become_known_later(monkeypatch):
-    answers = iter([OSError("Name or service not known"), OSError("Name or service not known"), []])
-
-    def look_up(name, port):
-        answer = next(answers)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
+def test_a_name_of_rank_0s_machine_may_become_known_later_and_is_named_if_nobody_knows_it(
+    monkeypatch,
+):
+    unknown = OSError("Name or service not known")
+    look_up = Mock(side_effect=[unknown, unknown, []])
     monkeypatch.setenv("MASTER_ADDR", "node-0.invalid")
     monkeypatch.setattr(environment.socket, "getaddrinfo", look_up)
     monkeypatch.setattr(environment.time, "sleep", lambda seconds: None)
     environment.wait_for_main_address()
-    assert next(answers, None) is None
-
-
-def test_a_name_that_nobody_knows_is_named(monkeypatch):
-    def look_up(name, port):
-        raise OSError("Name or service not known")
-
-    monkeypatch.setenv("MASTER_ADDR", "node-0.invalid")
-    monkeypatch.setattr(environment.socket, "getaddrinfo", look_up)
+    assert look_up.call_count == 3
+    look_up.side_effect = unknown
     with pytest.raises(
         ConfigError,
         match=r"MASTER_ADDR=node-0\.invalid: this machine cannot resolve .* hostname -I",

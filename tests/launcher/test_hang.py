@@ -2,13 +2,11 @@
 
 import json
 import sys
-import time
 
 import pytest
 
 from armature.launcher import hang
 from armature.launcher.hang import Progress
-from armature.launcher.watch import Rank, RankWatcher
 from tests import forked, running
 
 DUMP = """Timeout (0:05:00)!
@@ -22,52 +20,20 @@ Thread 0x00007f0000000000 (most recent call first):
 """
 
 
-def progress(**options):
-    return Progress(**{"place": "train after step 7", "seconds": 5.0, "deadline": 0.0,
-                       "log_size": 0} | options)  # fmt: skip
-
-
 def test_the_report_has_the_users_line_and_the_collective_of_each_rank(tmp_path):
     library = next(path for path in sys.path if path.endswith("site-packages"))
     older = 'Thread 0x1 (most recent call first):\n  File "/home/me/old.py", line 1 in old\n'
     (tmp_path / "rank_0000.log").write_text(older + DUMP.format(library=library))
     (tmp_path / "rank_0001.log").write_text(older)
     (tmp_path / hang.FLIGHT.format(rank=0)).write_text(json.dumps(["all_reduce of [[4096]]"]))
-    ranks = {rank: progress(log_size=len(older)) for rank in (0, 1)}
+    step = Progress(place="train after step 7", seconds=5.0, deadline=0.0, log_size=len(older))
+    ranks = dict.fromkeys((0, 1), step)
     lines, text = hang.report(tmp_path, tmp_path, ranks=ranks)
     assert lines[0].startswith("rank 0: train after step 7, at /home/me/task.py:7 training_step")
     assert "all_reduce of [[4096]]" in lines[0]
     assert "old.py" not in text
     assert "c10d.py:12 all_reduce" in text
     assert "no stack" in lines[1]
-
-
-@pytest.fixture
-def watched(tmp_path, monkeypatch):
-    """Return a watcher of two ranks."""
-    monkeypatch.setattr("armature.launcher.watch.os.kill", lambda pid, number: None)
-    watcher = RankWatcher(tmp_path, ranks=2)
-    watcher._ranks = {pid: Rank(pid, pid, None) for pid in (10, 11)}
-    return watcher
-
-
-def test_a_rank_that_cannot_end_itself_is_late(watched, tmp_path):
-    for pid, deadline in ((10, time.monotonic() - 10), (11, time.monotonic() + 10)):
-        (tmp_path / str(pid)).write_text(json.dumps(progress(deadline=deadline)))
-    watched._read_progress()
-    assert [rank.is_late(3.0) for rank in watched._ranks.values()] == [True, False]
-    (tmp_path / "10").write_text(json.dumps(progress(seconds=None, deadline=None)))
-    watched._read_progress()
-    assert not watched._ranks[10].is_late(0.0)
-
-
-def test_a_stopped_rank_hangs_when_another_ends_because_of_it(watched, monkeypatch):
-    monkeypatch.setattr("armature.launcher.watch._is_stopped", lambda pid: pid == 11)
-    for rank in watched._ranks.values():
-        rank.progress = progress()
-    watched._note_hang(watched._ranks[10])
-    assert {number: each.stopped for number, each in watched.hung.items()} == {10: False, 11: True}
-    assert set(watched.alive) == {10, 11}
 
 
 @pytest.mark.slow

@@ -208,31 +208,3 @@ def test_a_lease_that_somebody_deletes_is_taken_again(run_dir, process):
     running.wait_for((run_dir / lock.NAME).exists, seconds=20, what="the lease")
     assert lock.holder(run_dir).startswith(f"process {process.pid} ")
     assert process.poll() is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cache")
-def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
-    args = [
-        "run.name=mine",
-        "trainer.max_steps=2000",
-        "trainer.val_every_n_steps=2000",
-    ]  # no checkpoint until then
-    first = running.start(*args, cwd=tmp_path, corpus=corpus)
-    try:
-        running.wait_for(
-            (tmp_path / "outputs/mine/metrics.csv").exists, seconds=120, what="the first row"
-        )
-        second = running.train(*args, cwd=tmp_path, corpus=corpus, check=False)
-        assert second.returncode == 2
-        assert f"is in use by process {first.pid}" in second.stderr
-        assert f"kill {first.pid}" in second.stderr
-        assert "Traceback" not in second.stderr
-    finally:
-        first.kill()
-        first.communicate()
-    running.train(
-        "run.name=mine", "trainer.max_steps=3", "resume=auto", cwd=tmp_path, corpus=corpus
-    )
-    assert [row["step"] for row in running.rows(tmp_path / "outputs/mine")][-1] == "3"
-    assert not (tmp_path / "outputs/mine/.lock").exists()

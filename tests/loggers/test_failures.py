@@ -4,9 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from armature import errors, loggers
 from armature.errors import ConfigError
@@ -66,22 +65,6 @@ def test_what_fails_within_log_metrics_counts(caplog):
         logger.log_metrics({"a": 1}, step)
     assert logger.calls == ["save"] * MOST_FAILURES
     assert "Rows failed in save" in caplog.text
-
-
-def test_tensorboard_is_lightnings_and_drops_what_came_after_the_checkpoint(tmp_path):
-    node = {
-        "_target_": "lightning.pytorch.loggers.TensorBoardLogger",
-        "save_dir": str(tmp_path),
-        "name": "",
-        "version": "",
-    }
-    (logger,) = loggers.build(OmegaConf.create({"logger": {"tensorboard": node}}), step=4)
-    assert isinstance(logger, TensorBoardLogger)
-    logger.log_metrics({"a": 1.0}, 5)
-    logger.finalize("success")
-    (file,) = tmp_path.glob("events.*")
-    events = [*EventFileLoader(str(file)).Load()]
-    assert [e.step for e in events if e.HasField("session_log")] == [5]
 
 
 def test_a_logger_is_named_by_its_class():

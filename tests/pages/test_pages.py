@@ -104,16 +104,12 @@ def test_the_page_of_a_run_has_all_parts(tmp_path):
         "abc123",
         "2.13.0",
         "7, not 1",
+        "def f(): 60",
     ):
         assert text in page, text
+    assert "lost" not in page  # samples of steps that the second start has not made
     assert page.count("data:image/png") == 2
     assert_harmless(page)
-
-
-def test_samples_that_a_resumed_run_has_not_made_are_gone(tmp_path):
-    page = report.make(write(tmp_path / "mine"))
-    assert "def f(): 60" in page
-    assert "lost" not in page
 
 
 def test_keys_that_differ_from_the_defaults_are_bold(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from armature.callbacks.trace import sample_digests
-from armature.proof.locate import locate, own_values
+from armature.proof.locate import locate
 from armature.run_dir import TRACE
 
 NET = {"class": "Linear", "input": [8, 1.0, 4.0], "output": [8, 2.0, 9.0]}
@@ -77,42 +77,6 @@ def test_the_first_difference_is_found_in_the_order_of_computation(write, change
 def test_the_record_of_a_repeated_step_counts(write):
     wrong = record(1, modules={"net": NET | {"output": [8, 7.0, 9.0]}})
     assert locate(write("one", [record(1)]), write("two", [wrong, record(1)]), exact=True) is None
-
-
-def test_a_mean_of_means_is_told_by_the_targets_that_each_part_counts(write):
-    one = record(1, piece={"loss": 2.5, "targets": 4})
-    parts = halves(gradients={"net.weight": [8, 0.2, 2.0]})
-    for rank, loss, targets in zip(parts, (1.0, 3.0), (1, 3), strict=True):
-        rank[0]["pieces"][0] |= {"loss": loss, "targets": targets}
-    found = locate(write("one", [one]), write("two", *parts), exact=False)
-    assert found is not None
-    assert "a mean of means: the parts of the batch count 1, 3 targets" in found.cause
-
-
-def test_batchnorm_over_a_part_of_the_batch_is_named(write):
-    norm = NET | {"class": "BatchNorm1d"}
-    parts = halves()
-    for rank in parts:
-        rank[0]["modules"] = {"net": norm | {"input": half(NET["input"]), "output": [4, 0.0, 4.0]}}
-    found = locate(
-        write("one", [record(1, modules={"net": norm})]), write("two", *parts), exact=False
-    )
-    assert found is not None
-    assert "strategy.sync_batchnorm=true" in found.cause
-    assert not found.exempt
-
-
-def test_numbers_that_each_rank_draws_are_an_exception(write):
-    one = record(1, piece={"draws": True})
-    two = record(1, modules={"net": NET | {"class": "Dropout", "output": [8, 2.5, 9.0]}})
-    found = locate(write("one", [one]), write("two", [two]), exact=False)
-    assert found is not None
-    assert found.exempt
-
-
-def test_values_that_ranks_log_for_themselves_are_known(write):
-    ranks = [[record(1, logged={"own": rank, "shared": 1.0})] for rank in (0.0, 1.0)]
-    assert own_values(write("two", *ranks)) == {"own"}
 
 
 def test_a_sample_has_the_same_digest_wherever_it_is_in_a_batch():

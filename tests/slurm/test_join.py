@@ -48,7 +48,7 @@ def test_a_rank_that_srun_started(step):
     assert [os.environ[name] for name in names] == ["3", "4", "1", "1", "2", "localhost"]
 
 
-def test_one_task_a_node_has_the_agent_beneath_it(step):
+def test_one_task_a_node_has_the_agent_beneath_it_and_of_one_device_is_a_rank(step):
     step(
         SLURM_STEP_NUM_TASKS="2",
         SLURM_STEP_TASKS_PER_NODE="1(x2)",
@@ -59,15 +59,6 @@ def test_one_task_a_node_has_the_agent_beneath_it(step):
     slurm.join(cfg)
     assert "RANK" not in os.environ
     assert cfg.launch.rdzv_endpoint == f"localhost:{20000 + 41 * 7}"
-
-
-def test_one_task_a_node_and_one_device_is_a_rank(step):
-    step(
-        SLURM_STEP_NUM_TASKS="2",
-        SLURM_STEP_TASKS_PER_NODE="1(x2)",
-        SLURM_PROCID="1",
-        SLURM_LOCALID="0",
-    )
     slurm.join(config(1))
     assert os.environ["WORLD_SIZE"] == "2"
 

@@ -2,7 +2,6 @@
 metric.
 """
 
-import socket
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from hydra import compose
 
 from armature import config, errors
 from armature.errors import ConfigError
-from armature.launcher import lock
 from armature.sweeps import pool, search, study
 from armature.validation.composing import composing
 from hydra_plugins.armature_sweeps import OptunaSweeper
+from tests.launcher.test_lock import write
 
 optuna = pytest.importorskip("optuna")
 SETTINGS = {
@@ -82,11 +81,7 @@ def hold(folder, number: int) -> None:
     """Lock a run directory as a process of another machine does."""
     run_dir = folder / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
-    held = lock.Lock(run_dir)
-    held.acquire()
-    text = (run_dir / lock.NAME).read_text().replace(socket.gethostname(), "elsewhere")
-    held.release()
-    (run_dir / lock.NAME).write_text(text)
+    write(run_dir, host="elsewhere")
 
 
 def test_a_trial_that_ended_before_it_had_values_fails_and_does_not_count(folder):

@@ -141,14 +141,6 @@ def test_a_key_of_hydra_s_that_nothing_reads_is_refused():
     assert chdir.startswith("hydra.job.chdir=true: ")
 
 
-def test_a_hint_never_names_the_opposite():
-    assert foreign_keys.is_opposite("trainer.limit_train_batches", "trainer.limit_val_batches")
-    assert foreign_keys.is_opposite("test_size", "train_size")
-    assert foreign_keys.is_opposite("cuda", "cpu")
-    assert foreign_keys.is_opposite("trainer.min_steps", "trainer.max_steps")
-    assert not foreign_keys.is_opposite("trainer.max_step", "trainer.max_steps")
-
-
 def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
@@ -163,13 +155,3 @@ def test_what_an_answer_says_to_type_is_a_key_here():
                 assert typed in known or typed.startswith("callbacks."), (key, typed)
                 if typed in groups and value:
                     assert value in groups[typed], (key, typed, value)
-
-
-def test_a_data_module_with_a_batch_size_of_its_own_keeps_it():
-    assert foreign_keys.remedy("data.batch_size", "64", known=["data.data_dir"]) is None
-    assert "data.global_batch_size=64" in str(foreign_keys.remedy("data.batch_size", "64"))
-
-
-def test_hydra_s_null_for_a_group_is_its_empty_list():
-    assert quoting.quoted("logger=null") == "logger=[]"
-    assert quoting.quoted("trainer.max_steps=null") == "trainer.max_steps=null"

@@ -2,8 +2,6 @@
 have: refused.
 """
 
-from pathlib import Path
-
 import pytest
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -16,7 +14,6 @@ from armature.validation import checks, combinations
 from armature.validation.composing import composing
 from tests.data.chat_parts import folder, write
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 PAIR = {"prompt": "how are you", "chosen": "I am fine", "rejected": "world"}
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests import running
 from tests.support import slurm_cluster
+from tests.support.faults.inject import EVERY_RANK
 from tests.support.faults.runs import LIMIT, STEPS, WITHIN, Command, Run, wait_until
 from tests.support.two_hosts import RUN, Host, ip, two_hosts
 
@@ -29,8 +30,8 @@ class Fault:
     """What strikes, and what is allowed after it.
 
     Args:
-        inject: method of `Inject` that strikes at `at_step`, on the last rank.
-        every_rank, first_rank: it strikes there instead.
+        inject: method of `Inject` that strikes at `at_step`.
+        rank: the one that it strikes, or EVERY_RANK; None: the last one.
         codes: allowed exit codes of the first command; 0 if the run must finish by itself.
         lost: steps that may be repeated; None: those since the last checkpoint.
         act: strikes from outside once a rank waits for it.
@@ -41,8 +42,7 @@ class Fault:
     name: str
     inject: str = "none"
     at_step: int = 5
-    every_rank: bool = False
-    first_rank: bool = False
+    rank: int | None = None
     codes: tuple[int, ...] = (0,)
     lost: int | None = None
     act: Callable[[Run, Command], None] | None = None
@@ -53,7 +53,7 @@ class Fault:
     def arm(self, run: Run) -> None:
         """Set up this fault in the run."""
         run.fault, run.at_step = self.inject, self.at_step
-        run.rank = -1 if self.every_rank else 0 if self.first_rank else run.ranks - 1
+        run.rank = run.ranks - 1 if self.rank is None else self.rank
         run.overrides = [*run.overrides, *self.overrides]
 
 
@@ -393,38 +393,38 @@ def hang_after(seconds: int) -> tuple[str, ...]:
 
 
 FAULTS = (
-    Fault("sigkill_rank", "at_kill"),
-    Fault("sigstop_rank", "at_stop", overrides=hang_after(HANG_TIMEOUT)),
-    Fault("sigkill_agent", "at_hold", every_rank=True, codes=(-9,), act=kill_agent),
-    Fault("sigterm_rank", "at_terminate", lost=0, flow=terminated),
-    Fault("sigusr1_all", "at_hold", every_rank=True, codes=(138,), lost=0, act=signal_all),
-    Fault("ctrl_c", "at_hold", every_rank=True, codes=(130,), lost=0, act=press_ctrl_c),
+    Fault("sigkill_rank", "at_signal:SIGKILL"),
+    Fault("sigstop_rank", "at_signal:SIGSTOP", overrides=hang_after(HANG_TIMEOUT)),
+    Fault("sigkill_agent", "at_hold", rank=EVERY_RANK, codes=(-9,), act=kill_agent),
+    Fault("sigterm_rank", "at_signal:SIGTERM", lost=0, flow=terminated),
+    Fault("sigusr1_all", "at_hold", rank=EVERY_RANK, codes=(138,), lost=0, act=signal_all),
+    Fault("ctrl_c", "at_hold", rank=EVERY_RANK, codes=(130,), lost=0, act=press_ctrl_c),
     Fault(
         "sighup",  # what a closed terminal sends
         "at_hold",
-        every_rank=True,
+        rank=EVERY_RANK,
         codes=(129,),
         lost=0,
         act=partial(signal_all, number=signal.SIGHUP),
         # so that the process of the command is the only one under single
         overrides=("launch.max_restarts=0",),
     ),
-    Fault("kill_in_save", "in_save", 4, first_rank=True),
-    Fault("kill_before_pointer", "in_pointer", 4, first_rank=True),
+    Fault("kill_in_save", "in_save", 4, rank=0),
+    Fault("kill_before_pointer", "in_pointer", 4, rank=0),
     Fault("truncated", lost=2, flow=damaged(truncate)),
     Fault("flipped_byte", lost=2, flow=damaged(flip_byte)),
     Fault("missing_shard", lost=2, flow=damaged(remove_shard)),
     Fault("power_loss", lost=2, flow=damaged(lose_power)),
-    Fault("full_disk", "at_full_disk", first_rank=True, codes=(0, 1), flow=on_a_small_disk),
+    Fault("full_disk", "at_full_disk", rank=0, codes=(0, 1), flow=on_a_small_disk),
     Fault("hang", "at_hang", overrides=hang_after(HANG_TIMEOUT)),
     Fault("exception", "in_training_step"),
     Fault("exception_background", "in_training_step", overrides=("checkpoint.background=true",)),
-    Fault("no_metrics", "at_hold", first_rank=True, flow=without_metrics),
-    Fault("twice", "at_hold", first_rank=True, flow=typed_twice),
+    Fault("no_metrics", "at_hold", rank=0, flow=without_metrics),
+    Fault("twice", "at_hold", rank=0, flow=typed_twice),
     Fault(
         "slurm_requeue",
         "at_signaled",
-        every_rank=True,
+        rank=EVERY_RANK,
         lost=0,
         flow=under_slurm([], requeue),
         within=120,
@@ -432,7 +432,7 @@ FAULTS = (
     Fault(
         "slurm_limit",
         "at_signaled",
-        every_rank=True,
+        rank=EVERY_RANK,
         lost=0,
         overrides=("launch.stop_minutes_before_limit=1",),
         flow=under_slurm(["--time=2", "--signal=USR1@10"], wait_for_the_limit),
@@ -441,7 +441,7 @@ FAULTS = (
     Fault(
         "network_cut",
         "at_hold",
-        every_rank=True,
+        rank=EVERY_RANK,
         overrides=hang_after(ON_CABLE),
         flow=cut_cable,
         within=90,

@@ -63,20 +63,13 @@ class Inject(Callback):
             self._filler.unlink(missing_ok=True)  # free the disk
             self._filler = None
         if step == self.at_step and self._is_mine(trainer) and self.fault.startswith("at_"):
-            getattr(self, self.fault)(trainer)
+            getattr(self, self.fault.partition(":")[0])(trainer)
 
     # ------------------------------------------------------------ after a step
-    def at_kill(self, trainer: Trainer) -> None:
+    def at_signal(self, trainer: Trainer) -> None:
+        """Get the signal that the fault names after a colon."""
         self._strike(trainer)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def at_stop(self, trainer: Trainer) -> None:
-        self._strike(trainer)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def at_terminate(self, trainer: Trainer) -> None:
-        self._strike(trainer)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), getattr(signal, self.fault.partition(":")[2]))
 
     def at_hang(self, trainer: Trainer) -> None:
         """Never enter the next collective."""

@@ -1,7 +1,6 @@
 """A run that is disturbed once, resumes, and is compared with the undisturbed one."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -79,16 +78,12 @@ class Session:
 class Run:
     """One run directory, and the commands started in it."""
 
-    def __init__(
-        self, session: Session, strategy: str, name: str, *, copy_of: "Run | None" = None
-    ) -> None:
+    def __init__(self, session: Session, strategy: str, name: str) -> None:
         self.session, self.strategy, self.ranks = session, strategy, RANKS[strategy]
         self.folder = session.folder / name.replace(" ", "-").replace("/", "-")
         self.commands: list[Command] = []
         self.overrides: list[str] = []
         self.fault, self.at_step, self.rank = "none", 0, 0
-        if copy_of is not None:
-            shutil.copytree(copy_of.folder, self.folder)
         self.folder.mkdir(exist_ok=True)
 
     @property
@@ -290,7 +285,6 @@ class Command:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started = time.time()
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit code, or None if it has not ended in time; it then keeps running."""

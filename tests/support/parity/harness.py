@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
+from pkgutil import resolve_name as import_object
 from typing import Any
 
-from tests import needs
+import pytest
+
+from tests import forked, needs
 
 ROOT = Path(__file__).parents[3]
 PRELOAD = ["tests.support.parity.preload"]
@@ -122,18 +123,11 @@ LAYOUTS: dict[str, Job] = {
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT), *([before] if before else [])]
-    )
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 gives it neither this process's sys.path nor an error
+        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        patch.setenv("PYTHONPATH", paths, prepend=os.pathsep)
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -147,10 +141,7 @@ def on_ranks(
         RuntimeError: with the traceback of the rank that failed first.
     """
     context = _server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
+    results, port = context.Queue(), forked.free_port()
     processes = [
         context.Process(
             target=_rank, args=(function, args, rank, ranks, port, results), daemon=True
@@ -177,16 +168,7 @@ def on_ranks(
 def _rank(
     function: Callable[..., Any], args: tuple, rank: int, ranks: int, port: int, results: Any
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
-    )
+    os.environ.update(forked.joined(rank, ranks, port), DS_ACCELERATOR="cpu")
     os.dup2(2, 1)  # DeepSpeed prints to stdout
     import torch
 
@@ -202,12 +184,6 @@ def _rank(
     results.close()
     results.join_thread()
     os._exit(0)
-
-
-def import_object(path: str) -> Any:
-    """Return the object at a dotted path."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def fit(job: Job) -> Run:
