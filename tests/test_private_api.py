@@ -132,7 +132,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_results"),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
-        "_restore_modules_and_callbacks",
         ("self", "checkpoint_path", "weights_only"),
     ),
     (
@@ -166,12 +165,9 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul"),
     ("torch", "_foreach_mul_"),
-    ("torch", "_foreach_clamp_min_"),
-    ("torch", "_foreach_clamp_max_"),
     ("torch", "_amp_foreach_non_finite_check_and_unscale_"),
     (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")),
     (SCALER, "_per_optimizer_states"),
-    ("torch", "_foreach_lerp_"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout"),
     ("torch.distributed.distributed_c10d", "_get_default_store", ()),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),

@@ -9,6 +9,7 @@ under torchrun or srun       this process is one of the ranks and joins the othe
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -215,13 +216,19 @@ def _finished_message(cfg: DictConfig) -> str | None:
     resume.require_used(cfg, Path(cfg.run.dir))
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
     limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
-    if limits.global_batches > summary["planned_steps"]:  # the limits were raised
+    steps, planned = summary["global_step"], summary["planned_steps"]
+    if limits.global_batches > planned:  # the limits were raised
         return None
-    _require_same_settings(cfg, "is finished, and was trained")
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
+    remedy, of = f"raise trainer.{limit}", ""
+    if steps < planned:
+        if _other_settings(cfg, ["callbacks"]):
+            return None
+        remedy, of = "change the callback that ended it, or leave it out", f" of {planned}"
+    _require_same_settings(cfg, "is finished, and was trained")
     return (
-        f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise "
-        f"trainer.{limit}; to start from step 0, type another run.name."
+        f"{cfg.run.dir} is finished ({steps}{of} steps). To train it further, {remedy}; to start "
+        "from step 0, type another run.name."
     )
 
 
@@ -229,14 +236,16 @@ def _require_same_settings(cfg: DictConfig, state: str) -> None:
     """Raise ConfigError if settings that decide the result differ from those of the run in the
     directory.
     """
-    found = resume.differences(
-        config.without_secrets(cfg),
-        config.without_secrets(run_dir.read(Path(cfg.run.dir))),
-        resume.RESULT_GROUPS,
-    )
+    found = _other_settings(cfg, resume.RESULT_GROUPS)
     if other := [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]:
         more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
         raise ConfigError(
             f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type "
             "another run.name."
         )
+
+
+def _other_settings(cfg: DictConfig, groups: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs from the run in the directory: by key, here and there."""
+    recorded = run_dir.read(Path(cfg.run.dir))
+    return resume.differences(config.without_secrets(cfg), config.without_secrets(recorded), groups)

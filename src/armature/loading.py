@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -34,8 +35,10 @@ from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training import user_state
 from armature.training.errors import is_out_of_memory
 from armature.training.progress import feed_of
+from armature.training.restore_progress import RestoreProgress
 from armature.validation import targets, values
 from armature.validation.composing import instantiate
 from armature.validation.overrides import apply as apply_overrides
@@ -229,7 +232,7 @@ def build_callbacks(cfg: DictConfig) -> list[L.Callback]:
     for key, node in (cfg.callbacks or {}).items():
         try:
             with constructors():
-                callback = instantiate(node)
+                callback = instantiate(node, _convert_="all")
         except InstantiationException as error:
             raise ConfigError(
                 f"callbacks.{key}={node.get('_target_')}: {error_line(error.__cause__ or error)}. "
@@ -330,7 +333,21 @@ class WithWeights(SingleDeviceStrategy):
                 continue
             if (found := states.get(callback.state_key)) is not None:
                 callback.load_state_dict(found)
+        _put_back(trainer.lightning_module, saved, trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         super().setup(trainer)
+
+
+def _put_back(task: L.LightningModule, saved: Mapping[str, Any], callbacks: Any = ()) -> None:
+    """Set the plain attributes of the task and of callbacks that training has changed."""
+    own = (saved.get("callbacks") or {}).get(RestoreProgress().state_key) or {}
+    found = user_state.of_rank(own.get("attributes") or ())
+    owner: Any = SimpleNamespace(
+        lightning_module=task, datamodule=None, callbacks=callbacks, optimizers=[],
+        lr_scheduler_configs=[], strategy=SimpleNamespace(root_device=task.device),
+    )  # fmt: skip
+    user_state.put_back(
+        owner, {path: kept for path, kept in found.items() if not path.endswith(".training")}
+    )
 
 
 def load_task(
@@ -345,7 +362,7 @@ def load_task(
     if is_overridden("configure_sharded_model", task):
         task.configure_sharded_model()
     try:
-        read()
+        _put_back(task, read())
     except ConfigError as error:
         if not is_overridden("setup", task) and not cfg.callbacks:
             raise

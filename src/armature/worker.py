@@ -138,7 +138,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         before_save=[watchdog.rest, same.check],
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
-    chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    chosen = [instantiate(each, _convert_="all") for each in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     display = (
         Display(start_line)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class HFData(LabeledData):
     """Samples {"inputs", "targets"} of two columns.
 
-    Texts as targets are classes, numbered in the order of `labels.ordered`.
+    Texts and booleans as targets are classes, numbered in the order of `labels.ordered`.
 
     Predictions are of the test split, or another one if there is none, and need no column of
     targets.
@@ -120,11 +120,26 @@ class HFData(LabeledData):
         classes = self._class_names(self._load("train")) if self.splits.get("train") else None
         return {} if classes is None else {"classes": classes}
 
+    @property
+    @override
+    def found_sizes(self) -> dict[str, int]:
+        found = super().found_sizes
+        if found or self.streaming or not self.splits.get("train"):
+            return found
+        rows = self._load("train")
+        kind = str(getattr((rows.features or {}).get(self.targets), "dtype", None))
+        if not kind.startswith(("int", "uint")):
+            return {}
+        numbers = [each for each in rows.unique(self.targets) if each is not None]
+        return {"classes": max(numbers, default=-1) + 1}
+
     def _class_names(self, rows: Any) -> list[str] | None:
         """Return the names of the classes in the column of targets, or None if it holds numbers."""
         feature: Any = (rows.features or {}).get(self.targets)
         if hasattr(feature, "names"):
             return list(feature.names)
+        if getattr(feature, "dtype", None) == "bool":
+            return ["False", "True"]
         if not self.texts_are_classes or not _is_text(rows, self.targets):
             return None
         if self.streaming:

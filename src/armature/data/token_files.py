@@ -46,6 +46,11 @@ class TokenFiles:
         """Check the files. Raises ConfigError."""
         if self.tokenizer is not None:
             tokenizers.find(self.tokenizer)
+        if np.iinfo(self.dtype).max < self.vocab_size - 1:
+            raise ConfigError(
+                f"data.source.dtype={self.dtype} holds no ids of data.source.vocab_size="
+                f"{self.vocab_size}. Type the dtype of the files, such as uint32."
+            )
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(
@@ -93,8 +98,8 @@ class TokenFiles:
         if size % dtype.itemsize or not size or file.suffix != ".bin":
             raise ConfigError(
                 f"data.path: {file} is no .bin file of a whole number of {dtype} tokens ({size} "
-                "bytes). Write the ids without a header, as NumPy's ids.tofile('train.bin') does, "
-                "or type their own data.source.dtype."
+                f"bytes). Write the ids without a header, as NumPy's ids.astype('{dtype}').tofile("
+                "'train.bin') does, or type their own data.source.dtype."
             )
         return np.memmap(file, dtype=dtype, mode="r")
 

@@ -8,12 +8,14 @@ loss are divided by the mean number per micro-batch, which is known at the end o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 
 # numbers of targets are counted in units, so that a loss times a number fits into fp16
@@ -55,11 +57,27 @@ class TargetWeights:
         self._sum: tuple[Tensor, Any] | None = None  # over the ranks, and what sends it
         self._gradient_scale: Tensor | None = None
 
-    def count_batch(self, batch: Any) -> None:
-        """Count the targets of a batch if it is a dictionary whose "targets" are whole numbers."""
+    def count_batch(self, batch: Any, how: bool | Callable[[Any], Tensor] = True) -> None:
+        """Count the targets of a batch: by a module's method, or if it is a dictionary whose
+        "targets" are whole numbers.
+
+        Raises:
+            ConfigError: it has "labels" instead, of which a causal model leaves out the first.
+        """
         if self._gradient_scale is not None:
             self.reset()
-        targets = batch.get("targets") if isinstance(batch, dict) else None
+        if callable(how):
+            number = how(batch).to(torch.float32).clamp(min=MIN_TARGETS)
+            self.batch_targets = number / TARGETS_PER_UNIT
+            return
+        found = batch if isinstance(batch, Mapping) else {}
+        if "labels" in found and "targets" not in found:
+            raise ConfigError(
+                "mean_over_targets = True counts batch['targets'], and this batch has 'labels'. "
+                "Write a method instead: def mean_over_targets(self, batch): return "
+                "(batch['labels'] != -100).sum(), of a causal model of batch['labels'][:, 1:]."
+            )
+        targets = found.get("targets")
         self.batch_targets = count(targets) if isinstance(targets, Tensor) else None
 
     def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:

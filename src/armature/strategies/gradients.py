@@ -71,7 +71,7 @@ class GradientMixin(LayoutMixin):
     target_weights: TargetWeights
     steps_made: Counter[Any]
     _trainer: L.Trainer
-    _weighs_targets: bool
+    _weighs_targets: Any  # False, True or a method of the module
     # training_step returned None, after which Lightning clips but the scaler makes no step
     _skips_step: bool = False
     # weights, and whether their gradients are reduced over the ranks; of one rank, none
@@ -185,7 +185,7 @@ class GradientMixin(LayoutMixin):
             if first and not self.handles_gradient_accumulation:
                 # an epoch may have been left within a step, and a closure may be called twice
                 weights.reset()
-            weights.count_batch(args[0])
+            weights.count_batch(args[0], self._weighs_targets)
         elif weights.batch_targets is not None:  # accumulation has ended
             weights.reset()
         if self.update_mask is not None:

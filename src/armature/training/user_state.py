@@ -2,8 +2,9 @@
 
 Lightning's checkpoints hold no plain attributes. Ours hold those that have changed since training
 began, and a resume puts them back: those of the user's module and its parts, callbacks, data module
-and optimizers, and of the objects of users' classes that these have. A value counts that a
-checkpoint can hold (`checkpoint.plain`) and that is not large. Others are named once.
+and optimizers, and of the objects of users' classes that these have, also in lists and dicts. A
+value counts that a checkpoint can hold (`checkpoint.plain`) and that is not large. Others are named
+once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from armature.training import epoch_metrics
 log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 100_000  # of a value: a save should not take long
+_LOOKED_AT = 10_000  # of the numbers of a larger array
 _FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
@@ -86,7 +88,9 @@ class UserState:
                 found[path] = _kept(value)
             else:
                 lost.add(path)
-        if (new := sorted(lost - self._named)) and process_group.rank() == 0:
+        # an item of what is named already says nothing more
+        new = sorted(p for p in lost - self._named if p.rpartition(".")[0] not in lost)
+        if new and process_group.rank() == 0:
             log.warning(
                 "A resume does not put back: %s. Each is an iterator, larger than %d MB, or no "
                 "plain value. If a later step reads it, save it in on_save_checkpoint or a "
@@ -199,7 +203,7 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
                 path = f"{path}.{type(owner).__name__}"
                 numbers[path] += 1
                 path += f".{numbers[path]}"
-            yield from _nested(path, owner, names, seen, package=_package(owner))
+            yield from _nested(path, vars(owner), names, seen, package=_package(owner))
         if isinstance(owner, nn.Module):
             yield _Owner(path, vars(owner), lambda name, value: name in _MODES)
             yield _Owner(f"{path}.requires_grad", _Trained(owner), lambda name, value: True)
@@ -208,22 +212,72 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
     yield _Owner("trainer", vars(trainer), lambda name, value: name in _OF_TRAINER)
 
 
-def _nested(path: str, owner: Any, names: Any, seen: set[int], *, package: str) -> Iterator[_Owner]:
-    """Yield an object, without its attributes of some names, and the users' objects in it."""
-    inner = {
-        name: value
-        for name, value in [*vars(owner).items()]
-        if name not in names and _is_users(value, package)
-    }
+def _nested(
+    path: str, attributes: MutableMapping[str, Any], names: Any, seen: set[int], *, package: str
+) -> Iterator[_Owner]:
+    """Yield an object's attributes, without some names, or a container's items, and those of the
+    users' objects and of the containers of objects in it.
+    """
+    inner: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for name, value in [*attributes.items()]:
+        if name not in names and _is_users(value, package):
+            inner[name] = vars(value)
+        elif (
+            name not in names
+            and isinstance(value, list | tuple | deque | dict)
+            and _holds_objects(value)
+        ):
+            held[name] = _Items(value)
     yield _Owner(
         path,
-        vars(owner),
+        attributes,
         lambda name, value: not (name in names or name in inner or id(value) in seen),
     )
-    for name, value in inner.items():
+    for name, own in (inner | held).items():
+        value = attributes[name]
         if id(value) not in seen:
-            seen.add(id(value))
-            yield from _nested(f"{path}.{name}", value, (), seen, package=package)
+            if name in inner:
+                seen.add(id(value))
+            yield from _nested(f"{path}.{name}", own, (), seen, package=package)
+
+
+class _Items(MutableMapping[str, Any]):
+    """The items of a list, tuple, deque or dict by their places."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+        places = held if isinstance(held, Mapping) else range(len(held))
+        # a path has dots between its parts
+        self._places = {str(place).replace(".", "·"): place for place in places}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[self._places[name]]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._places and self[name] is not value:
+            self._held[self._places[name]] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._places])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _holds_objects(value: Any) -> bool:
+    """Return whether a container holds what comes back only into an object that is there."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, _CONTAINERS):
+        is_value = isinstance(value, np.generic | np.ndarray | Tensor)
+        return not is_value and type(value).__module__ != "builtins"
+    elif hasattr(value, "_fields"):
+        return True
+    return any(map(_holds_objects, itertools.islice(value, _MOST_PARTS)))
 
 
 def _is_users(value: Any, package: str) -> bool:
@@ -301,14 +355,30 @@ def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
     try:
         if _holds_weights(value):
             return None
+        held = isinstance(value, (Mapping, *_CONTAINERS)) and not hasattr(value, "_fields")
+        if held and _holds_objects(value):  # their state is looked at by itself
+            return id(value), len(value)
         if _is_small(value):
             return digest(_plain(value))
     except Exception:  # it cannot be made plain, or a method of a user's class fails
         pass
+    # too large: what changes in place is named, too
+    if isinstance(value, nn.Module):
+        return id(value), sum(map(_version, (*value.parameters(), *value.buffers())))
+    if isinstance(value, Tensor):
+        return id(value), _version(value)
+    if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
+        some = value.flat[:: value.size // _LOOKED_AT + 1]
+        return id(value), hash(some.tobytes())
     containers = (Mapping, *_CONTAINERS)
-    if isinstance(value, (Tensor, np.ndarray, *containers)) or _with_state(value):
+    if isinstance(value, (np.ndarray, *containers)) or _with_state(value):
         return id(value), len(value) if isinstance(value, containers) else 0
     return None
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -238,10 +237,6 @@ def _message(value: object, *, where: str) -> Message:
         raise ConfigError(
             f"{where}: content must be text. Got {sources.shown(content)}{instead}. Images and "
             "sound are not read, and calls only as tool_calls."
-        )
-    if re.search("[\ud800-\udfff]", content):
-        raise ConfigError(
-            f"{where}: content has half a surrogate pair, which is not text. Remove it."
         )
     return {**value, "content": content}
 
