@@ -132,10 +132,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_results"),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
-        ("self", "checkpoint_path", "weights_only"),
-    ),
-    (
-        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         "restore_optimizers_and_schedulers",
         ("self",),
     ),
@@ -162,6 +158,7 @@ TABLE: list[tuple[Any, ...]] = [
     (LIGHTNINGS_DEEPSPEED, "_format_config", ("self",)),
     (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",)),
     # ---------------------------------------------------------------- torch
+    ("torch:Tensor", "_version"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul"),
     ("torch", "_foreach_mul_"),

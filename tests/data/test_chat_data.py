@@ -121,7 +121,6 @@ def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_lea
         ({"messages": "hello"}, "must be a list of messages"),
         ({"messages": [{"from": "human", "value": "a"}]}, "messages[0] has no role and content"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content must be text. Got 3"),
-        ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half a surrogate"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]},
             "Images and sound are not read",
@@ -148,6 +147,36 @@ def test_a_record_that_is_no_conversation_is_refused(record, says):
         parse(record, where="chats.jsonl, line 7")
     assert says in str(caught.value)
     assert str(caught.value).startswith("chats.jsonl, line 7")
+
+
+def test_what_tables_put_beside_the_messages_is_read_or_named(source, caplog):
+    call = {"function": {"name": "f", "arguments": {"city": "Rome", "day": None}}}
+    asked = {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (read,) = parse({**asked, "system": "Be short.", "tools": [{"name": "f", "x": None}]}, where="")
+    assert read.messages[0] == {"role": "system", "content": "Be short."}
+    assert read.messages[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert (read.tools, read.learned) == ([{"name": "f"}], (2,))
+    caplog.set_level("INFO")
+    source([{**chat(i), "functions": []} for i in range(9)]).prepare()
+    assert "Keys of the lines that nothing reads: functions." in caplog.text
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused(source, tmp_path):
+    """As the thoughts of all turns but the last, by many models' templates."""
+    file = tmp_path / "last.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role + ':' }}{{ m.thinking if loop.last }}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "thinking": "hm"},
+    ]
+    source([{"messages": turns}] * 9, template=str(file)).prepare()
+    with pytest.raises(ConfigError, match='leaves out thinking="hm" of message 2'):
+        source([{"messages": turns * 2}] * 9, template=str(file)).prepare()
+    turns[1]["weight"] = 0
+    source([{"messages": turns + turns[:1] + CHAT[1:2]}] * 9, template=str(file)).prepare()
 
 
 def test_bad_lines_are_named_together(source):

@@ -25,9 +25,12 @@ def rows_of(begin):
     return [torch.stack([dataset[i][k] for i in range(len(dataset))]) for k in (1, 2)]
 
 
-def test_evaluate_measures_what_the_run_measured(run_dir, runs):
+@pytest.mark.parametrize(("user", "layout"), [("Normalized", "fsdp 2"), ("Counting", "single")])
+def test_evaluate_measures_what_the_run_measured(user, layout, runs):
+    """Also of weights on two ranks, and with attributes that training has changed."""
+    run_dir = runs.straight(of_user(user), layout)
     printed = runs.script("evaluate.py", str(run_dir), "--split", "val", PACKAGES)
-    assert f"{float(rows(run_dir)[-1]['val/loss']):.4f}" in printed
+    assert f"{float(rows(run_dir)[-1]['val/loss']):.6f}" in printed
 
 
 def test_converted_weights_compute_what_the_run_measured(run_dir, runs):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.errors import ConfigError
 from armature.parallel.targets import TargetWeights, weigh
 from armature.tasks.base import Task
 from tests.trainers import quiet_trainer
@@ -125,6 +126,14 @@ def test_batches_without_class_targets_are_not_weighted(batch):
     weights.count_batch(batch)
     assert weights.weight_loss(loss, micro_batches=2, ranks=1) is loss
     assert weights.gradient_scale(micro_batches=2, ranks=1) is None
+
+
+def test_a_module_counts_targets_by_a_method_of_its_own():
+    weights, batch = TargetWeights(), {"labels": torch.tensor([[1, 2, -100]])}
+    weights.count_batch(batch, lambda batch: (batch["labels"][:, 1:] != -100).sum())
+    assert weights.weight_loss(torch.tensor(1024.0), micro_batches=1, ranks=1) == 1
+    with pytest.raises(ConfigError, match="this batch has 'labels'"):
+        weights.count_batch(batch)
 
 
 def test_a_step_without_any_target_changes_nothing():
