@@ -20,9 +20,15 @@ from tests.sampled import sampled
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALL = [path for path in reference.files() if path.stem[0] != "_"]  # others are parts of these
-FILES = sorted(  # the files of hardware/ are no part of a run: tests/planning/ reads them
-    str(path.relative_to(CONFIGS).with_suffix("")) for path in ALL if path.parent.name != "hardware"
-)
+# they need packages off the path of these tests (tests/finetune runs them), or that none installs
+ELSEWHERE = {
+    *("model/huggingface", "model/text_classifier", "model/timm", "task/text_classification"),
+    *("experiment/finetune_classifier", "experiment/finetune_image"),
+    *("logger/comet", "logger/mlflow"),
+}
+NAMES = {str(path.relative_to(CONFIGS).with_suffix("")) for path in ALL}
+# the files of hardware/ are no part of a run: tests/planning/ reads them
+FILES = sorted(name for name in NAMES - ELSEWHERE if not name.startswith("hardware/"))
 EXPERIMENTS = [path for path in ALL if path.parent.name == "experiment"]
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
@@ -41,34 +47,11 @@ EXTRA = {  # what a file cannot do without
         "model.image_size=64",
     ],
     "model/pretrained": ["model.pretrained=base"],
-    "model/huggingface": ["model.pretrained=base"],
     "data/labeled_text": [
         "data.path=t.csv",
         "data.tokenizer=base",
         "task=example",
         "model=example",
-    ],
-    "model/text_classifier": [
-        "model.pretrained=base",
-        "model.classes=2",
-        "task=text_classification",
-    ],
-    "task/text_classification": [
-        "model=text_classifier",
-        "model.pretrained=base",
-        "model.classes=2",
-    ],
-    "model/timm": [
-        "model.pretrained=base",
-        "model.classes=10",
-        "task=image_classification",
-        "data=digits",
-    ],
-    "experiment/finetune_image": ["model.pretrained=base", "model.classes=10", "data=digits"],
-    "experiment/finetune_classifier": [
-        "model.pretrained=base",
-        "model.classes=2",
-        "data.path=t.csv",
     ],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -113,26 +96,7 @@ def _hydra(tmp_path, monkeypatch):
     GlobalHydra.instance().clear()
 
 
-# packages that are not among the requirements
-NEEDS = {
-    "logger/mlflow": "mlflow",
-    "logger/comet": "comet_ml",
-    **dict.fromkeys(
-        [
-            "model/huggingface",
-            "model/text_classifier",
-            "task/text_classification",
-            "experiment/finetune_classifier",
-        ],
-        "transformers",
-    ),
-    **dict.fromkeys(["model/timm", "experiment/finetune_image"], "timm"),
-}
-
-
 def composed(name: str) -> DictConfig:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
     return compose_once(name).copy()
 
 

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from armature.data.digits import load_digits, split_indices
 
@@ -17,9 +16,3 @@ def test_splits_share_no_image_have_the_same_mix_and_never_change():
     for indices in splits.values():
         share = np.bincount(digits[indices], minlength=10) / len(indices)
         assert (abs(share - np.bincount(digits) / 1797) < 0.01).all()
-
-
-def test_the_file_is_that_of_scikit_learn():
-    datasets = pytest.importorskip("sklearn.datasets")
-    for ours, theirs in zip(load_digits(), datasets.load_digits(return_X_y=True), strict=True):
-        assert np.array_equal(ours, theirs)

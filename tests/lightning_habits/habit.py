@@ -28,7 +28,6 @@ class Habit:
             ranks cannot agree with one process then: they are resumed instead.
         apart: columns of metrics.csv without sync_dist, which are rank 0's.
         sample: whether `make test` runs it.
-        needs: a package without which the habit is skipped.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Habit:
     random: bool = False
     apart: tuple[str, ...] = ()
     sample: bool = False
-    needs: str | None = None
 
     def command(self) -> list[str]:
         data = ["data=samples", f"data.samples={self.data}"]

@@ -173,6 +173,29 @@ class GAN(L.LightningModule):
         return [opt_g, opt_d], []
 
 
+class WGAN(GAN):
+    """Several steps of the critic per step of the generator, with clipped weights."""
+
+    def training_step(self, batch, batch_idx):
+        imgs, _ = batch
+        opt_g, opt_c = self.optimizers()
+        score = self.discriminator(self(imgs)).mean()
+        if batch_idx % 3 == 2:
+            self.toggle_optimizer(opt_g)
+            opt_g.zero_grad()
+            self.manual_backward(-score)
+            opt_g.step()
+            self.untoggle_optimizer(opt_g)
+            self.log("g_loss", -score, sync_dist=True)
+            return
+        opt_c.zero_grad()
+        self.manual_backward(score - self.discriminator(imgs.flatten(1)).mean())
+        opt_c.step()
+        with torch.no_grad():
+            for p in self.discriminator.parameters():
+                p.clamp_(-0.1, 0.1)
+
+
 class LitAutoEncoder(L.LightningModule):
     """Lightning's first page: values without sync_dist, no validation."""
 
@@ -193,6 +216,7 @@ class LitAutoEncoder(L.LightningModule):
 
 
 HABITS = [
+    ddp(WGAN, NO_CLIP, data="images"),
     ddp(MNISTLitModule, data="images", sample=True, resume=OWED_AT_END),
     fsdp(UNet, data="masks", sample=True, resume=SAVED, twice=True),
     ddp(LitAutoEncoder, data="images", apart=("train_loss",)),

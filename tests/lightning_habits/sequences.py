@@ -107,18 +107,7 @@ class LlamaModule(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 1}]
 
 
-class TransformersLlama(LlamaModule):
-    def build(self):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
-        config = LlamaConfig(vocab_size=16, tie_word_embeddings=True, **sizes, **heads)
-        return LlamaForCausalLM(config)
-
-
 HABITS = [
     ddp(PackedLSTM, data="ragged", sample=True),
-    fsdp(TransformersLlama, data="tokens", needs="transformers"),
     fsdp(LlamaModule, data="tokens", sample=True),
 ]

@@ -135,6 +135,7 @@ class Averaged(Regressor):
 
     def __init__(self):
         super().__init__()
+        nn.init.ones_(self.net[2].bias)  # near 0 its rounding would be compared
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def on_before_zero_grad(self, optimizer):

@@ -4,8 +4,6 @@ a resume, and under two ranks the same as in one process.
 `make test` runs a sample, which is marked as a guarantee; `make test-all` runs all.
 """
 
-import importlib.util
-
 import pytest
 
 from tests.lightning_habits.compare import assert_equal, differences
@@ -18,8 +16,6 @@ def cells(habits):
     params = []
     for habit in habits:
         marks = [pytest.mark.guarantee] if habit.sample else []
-        if habit.needs and importlib.util.find_spec(habit.needs) is None:
-            marks.append(pytest.mark.skip(reason=f"{habit.needs} is not installed"))
         params.append(pytest.param(habit, id=habit.name, marks=marks))
     return pytest.mark.parametrize("habit", params)
 
@@ -33,7 +29,7 @@ def test_a_resume_is_exact(runs, habit):
 def test_two_ranks_agree_with_one_process(runs, habit):
     run, one_process = runs.straight(habit, habit.layout), runs.straight(habit, "single")
     found = differences(run, one_process, apart=habit.apart)
-    if found:  # what is rounding is gone in float64
+    if found and habit.layout == "ddp2":  # what is rounding is gone in float64
         precise = [runs.straight(habit, each, "64-true") for each in (habit.layout, "single")]
         found = differences(*precise, apart=habit.apart)
     assert not found, found
