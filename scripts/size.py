@@ -47,12 +47,12 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "core": Limit(197_700, 145_000),
-    "optional": Limit(82_350, 60_000),
+    "core": Limit(196_600, 145_000),
+    "optional": Limit(82_550, 60_000),
     "scripts, benchmarks": Limit(27_400, 27_400),
-    "tests": Limit(280_300, 220_000),
-    "documentation": Limit(20_900, 20_900),
-    "private names": Limit(200, 110),
+    "tests": Limit(262_600, 220_000),
+    "documentation": Limit(21_050, 21_050),
+    "private names": Limit(195, 110),
     "wide lines": Limit(0, 0),
 }
 UNITS = {"documentation": "words", "private names": "rows", "wide lines": "lines"}  # else tokens

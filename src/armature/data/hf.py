@@ -240,8 +240,8 @@ class HFData(LabeledData):
         there = {each.resolve() for each in root.rglob("*") if each.suffix in kinds}
         if others := sorted(there - used):
             log.warning(
-                "%s: %s of its files are left out, as %s is: the package datasets finds splits by the "
-                "names of files and folders. Name them with data.data_files=….",
+                "%s: %s of its files are left out, as %s is: the package datasets finds splits by "
+                "the names of files and folders. Name them with data.data_files=….",
                 self._where, f"{len(others):,}", others[0],
             )  # fmt: skip
 
