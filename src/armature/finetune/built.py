@@ -125,11 +125,11 @@ def weight_problems(model: Any) -> list[str]:
         found.append(
             f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again."
         )
-    if surplus := [name for name in match.surplus if not model.may_be_left(name)]:
+    if surplus := [name for name in sorted(match.surplus) if not model.may_be_left(name)]:
         found.append(
             f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again."
         )
-    shapes = {own: both for own, both in match.wrong.items() if not model.begins_anew(own)}
+    shapes = {own: both for own, both in sorted(match.wrong.items()) if not model.begins_anew(own)}
     if head := [
         own
         for own, (there, here) in shapes.items()
