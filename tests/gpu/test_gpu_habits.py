@@ -22,9 +22,7 @@ def runs(tmp_path_factory):
         yield Runs(forks)
 
 
-@pytest.mark.parametrize(
-    "habit", [each for each in HABITS if not each.needs], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("habit", HABITS, ids=lambda each: each.name)
 def test_a_gpu_trains_and_resumes_as_a_cpu_does(runs, habit, monkeypatch):
     on_gpu = dataclasses.replace(
         habit, name=f"{habit.name}-gpu", overrides=(*habit.overrides, *GPU)
