@@ -41,6 +41,7 @@ from armature.training import epoch_metrics
 log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 100_000  # of a value: a save should not take long
+_MOST_ITEMS = 1_000  # objects of a container that are looked at: a dataset may list a million
 _LOOKED_AT = 10_000  # of the numbers of a larger array
 _FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
@@ -226,6 +227,7 @@ def _nested(
         elif (
             name not in names
             and isinstance(value, list | tuple | deque | dict)
+            and len(value) <= _MOST_ITEMS
             and _holds_objects(value)
         ):
             held[name] = _Items(value)
