@@ -97,7 +97,7 @@ prove: $(VENV)/.installed ## Prove that an experiment (ARGS) is the same after s
 runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
 	@$(BIN)/python scripts/runs.py $(ARGS)
 
-notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
+notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 3" for some
 	$(BIN)/python scripts/notebooks.py $(ARGS)
 
 # the tools that build the pages have their own environment
