@@ -46,8 +46,9 @@ def test_the_workflow_runs_targets_that_exist_and_has_time_limits(jobs):
 
 
 def test_the_lock_file_pins_every_requirement_but_torch():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
-    pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pinned = {each.name: str(each.specifier)[2:] for each in pins}
     assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     wanted = [line for line in lines if line[:1].isalpha()]
@@ -74,19 +75,15 @@ def test_torch_comes_from_the_index_that_is_named():
     (alone,) = [line for line in lines if f"--index-url {index}" in line]
     (rest,) = [line for line in lines if "--requirement requirements.txt" in line]
     assert lines.index(alone) < lines.index(rest)
-    assert rest.endswith('"torch"')  # as it is installed by then, and no CPU build
-    assert "whl/cpu" not in "".join(lines)
-    assert "--index-url https" not in planned("TORCH_CPU_INDEX=")
+    assert "cpu" not in "".join(lines)
 
 
 def test_timm_is_installed_without_torchvision():
     lines = planned("EXTRAS=wandb timm").splitlines()
-    (others,) = [i for i, line in enumerate(lines) if "--requirement nowhere/wanted.txt" in line]
-    (timm,) = [i for i, line in enumerate(lines) if line.endswith(" timm)")]
-    assert lines[others - 1].endswith(" wandb > nowhere/wanted.txt")
-    assert others != timm
-    assert "--no-deps" in lines[timm]
-    assert "--no-deps" not in lines[others]
+    (other,) = [line for line in lines if "--requirement nowhere/wandb.txt" in line]
+    (timm,) = [line for line in lines if "--requirement nowhere/timm.txt" in line]
+    assert "--no-deps" in timm
+    assert "--no-deps" not in other
 
 
 def test_a_mistyped_extra_is_named(tmp_path):

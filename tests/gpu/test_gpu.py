@@ -65,7 +65,7 @@ def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
 
 
 def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
-    """What `make test-gpu` runs on gpt2_124m afterwards."""
+    """`make bench`, on a GPU."""
     _, source = reference
     command = [
         sys.executable,
