@@ -61,7 +61,6 @@ EXTRA = {  # what a file cannot do without
     "experiment/llama3_8b": ["data.path=text"],
     "experiment/llama3_70b": ["data.path=text"],
     "logger/wandb": ["logger.wandb.offline=true"],
-    "logger/many_loggers": ["logger.wandb.offline=true"],
     "model/vit_tiny": ["task=image_classification", "data=digits"],
     "task/image_classification": ["model=vit_tiny", "data=digits"],
     "data/digits": ["task=image_classification", "model=vit_tiny"],
