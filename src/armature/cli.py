@@ -6,7 +6,6 @@ import gc
 import io
 import logging
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -315,10 +314,7 @@ def refuse(problems: list[str]) -> NoReturn:
 
 def _text_of(problems: list[str]) -> str:
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    text = "\n".join([head, *(f"  - {problem}" for problem in problems)])
-    if (project.ROOT / "scripts").is_dir():
-        return text
-    return re.sub(r"(python )?scripts/(\w+)\.py", r"armature \2", text)  # not in a project's folder
+    return project.as_typed("\n".join([head, *(f"  - {problem}" for problem in problems)]))
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:
