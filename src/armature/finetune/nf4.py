@@ -240,14 +240,6 @@ def weight_of(name: str) -> str:
     return f"{owner}.weight" if last in PARTS else name
 
 
-def parts_of(name: str) -> list[str]:
-    """Return the names of all parts of a matrix, given that of its codes; of another parameter its
-    own.
-    """
-    owner, _, last = name.rpartition(".")
-    return [f"{owner}.{part}" for part in PARTS] if last == "codes" else [name]
-
-
 def elements(name: str, param: Tensor) -> int:
     """Return how many elements of a model a parameter holds: of the parts of a matrix, the codes
     hold all.
@@ -257,9 +249,7 @@ def elements(name: str, param: Tensor) -> int:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the weight that the parts of `parts_of` are: in fp32 if it has 4 bits, else as it
-    is.
-    """
+    """Return the weight that all parts of a matrix are: in fp32 if it has 4 bits, else as it is."""
     return parts[0] if len(parts) == 1 else dequantize(*parts, dtype=torch.float32)
 
 
