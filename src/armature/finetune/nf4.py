@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -246,11 +246,6 @@ def elements(name: str, param: Tensor) -> int:
     """
     last = name.rpartition(".")[2] if param.dtype in (torch.uint8, torch.int32) else ""
     return 2 * param.numel() if last == "codes" else 0 if last in PARTS else param.numel()
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the weight that all parts of a matrix are: in fp32 if it has 4 bits, else as it is."""
-    return parts[0] if len(parts) == 1 else dequantize(*parts, dtype=torch.float32)
 
 
 def rounded(weight: Tensor) -> Tensor:
