@@ -51,10 +51,3 @@ def test_bf16_is_for_ampere_and_later(capability: tuple[int, int], fast: bool, m
     monkeypatch.setattr(hardware, "_cuda_driver", lambda: Driver(*capability))
     assert hardware.compute_capability() == capability
     assert hardware.bf16_is_fast("gpu") is fast
-
-
-def test_without_a_gpu_there_is_no_capability(monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "_cuda_driver", lambda: None)
-    monkeypatch.setattr(hardware, "gpu_count", lambda: 0)
-    assert hardware.compute_capability() is None
-    assert not hardware.bf16_is_fast("gpu")
