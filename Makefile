@@ -109,18 +109,14 @@ notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kerne
 	@touch $@
 
 lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
-# Without hashes: torch's builds for CPUs, CUDA and ROCm are other files of one version. With those of PyPI's files:
-# uv pip compile --universal --generate-hashes --constraint constraints.txt requirements.txt --output-file requirements.lock
-# versions in the file stay, unless a requirement forbids them
-lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
-	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
-	$(PACKAGES_OF) $(ON_PATH) $(OFF_PATH) docs > .venv-docs/extras.txt
-	.venv-docs/bin/uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
-		--constraint .venv-docs/torch.txt --output-file constraints.txt \
-		requirements.txt .venv-docs/extras.txt
-	sed -i.old -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
-	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
-		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
+# versions in uv.lock stay, unless a requirement forbids them. Torch's builds for CPUs, CUDA and ROCm are other files of one version:
+# constraints.txt leaves torch and what it brings to `setup`, and has no hashes, which pip would then ask of all
+lock: .venv-docs/.installed ## Write uv.lock and constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
+	.venv-docs/bin/uv lock $(if $(UPGRADE),--upgrade)
+	.venv-docs/bin/uv export --frozen --all-extras --no-emit-project --no-hashes --no-annotate --no-header --quiet \
+		--output-file .venv-docs/constraints.txt
+	(echo '# uv.lock without torch and hashes, for pip. make lock writes this file; CONSTRAINTS= ignores it.'; \
+		sed -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' .venv-docs/constraints.txt) > constraints.txt
 
 docs: .venv-docs/.installed $(VENV)/.installed ## Build the pages of docs/ as a site in .site; ARGS=serve shows it while you write
 	$(BIN)/python scripts/reference.py > docs/reference.md
