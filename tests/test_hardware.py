@@ -46,7 +46,7 @@ def test_bf16_is_for_cpus_with_units_for_it(
     assert hardware.bf16_is_fast("cpu") is fast
 
 
-@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)])
 def test_bf16_is_for_ampere_and_later(capability: tuple[int, int], fast: bool, monkeypatch) -> None:
     monkeypatch.setattr(hardware, "_cuda_driver", lambda: Driver(*capability))
     assert hardware.compute_capability() == capability
