@@ -110,13 +110,14 @@ docs-check: docs $(VENV)/.installed-dev
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
-# Without hashes: torch's builds for CPUs, CUDA and ROCm are other files of one version. With those of PyPI's files:
-# uv pip compile --universal --generate-hashes --constraint constraints.txt requirements.txt --output-file requirements.lock
-lock: $(VENV)/bin/python ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
-	$(PIP) --target $(VENV)/uv "uv>=0.9,<1"
-	(echo "$(TORCH)" && $(PACKAGES_OF) $(ON_PATH) $(OFF_PATH) docs) > $(VENV)/all.txt
-	$(VENV)/uv/bin/uv pip compile --universal --python-version 3.11 --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
-		--custom-compile-command "make lock" --output-file constraints.txt requirements.txt $(VENV)/all.txt
-	sed -i.old -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
+# Versions in uv.lock stay, unless a requirement forbids them. constraints.txt has no hashes, which pip would then ask of all, and
+# leaves torch and what it brings to `setup`: its builds for CPUs, CUDA and ROCm are other files of one version
+lock: $(VENV)/bin/python ## Write uv.lock and constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
+	$(PIP) --target $(VENV)/uv "uv>=0.13,<1"
+	$(VENV)/uv/bin/uv lock $(if $(UPGRADE),--upgrade)
+	$(VENV)/uv/bin/uv export --frozen --all-extras --no-emit-project --no-hashes --no-annotate --no-header --quiet \
+		--output-file $(VENV)/constraints.txt
+	(echo '# uv.lock without torch and hashes, for pip. make lock writes this file; CONSTRAINTS= ignores it.'; \
+		sed -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' $(VENV)/constraints.txt) > constraints.txt
 
 .PHONY: $(shell sed -nE 's/^([a-z-]+):.*##.*/\1/p' Makefile)

@@ -72,7 +72,8 @@ def test_it_trains_resumes_is_evaluated_and_swept(moons):
     fixed = ("trainer.accelerator=cpu", "trainer.precision=32-true", "logger=none", "run.name=a")
     for epochs in (1, 2):  # the second start resumes
         words = (*fixed, f"trainer.max_epochs={epochs}", "strategy=ddp", "trainer.devices=2")
-        call("train", *words, cwd=moons)
+        said = call("train", *words, cwd=moons)
+    assert "next: armature evaluate outputs/a" in said
     assert len(losses(moons / "outputs" / "a")) == 50
     assert "test/accuracy" in call("evaluate", "outputs/a", "--accelerator", "cpu", cwd=moons)
     words = (*fixed[:3], "run.name=s", "trainer.max_epochs=1", "seed=0,1")

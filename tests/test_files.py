@@ -14,12 +14,6 @@ from armature.errors import ConfigError
 from tests.running import meet_a_full_disk
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path):
-    files.replace(tmp_path / "a.txt", "first")
-    files.replace(tmp_path / "a.txt", "second\n")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "second\n")]
-
-
 def test_a_file_that_fails_half_way_is_not_there(tmp_path):
     target = tmp_path / "new" / "a.pt2"
     with pytest.raises(OSError, match="full"), files.replacing(target) as part:  # noqa: PT012

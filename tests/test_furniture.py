@@ -50,6 +50,8 @@ def test_the_lock_file_pins_every_requirement_but_torch():
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     pinned = {each.name: str(each.specifier)[2:] for each in pins}
     assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
+    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    assert pinned.items() <= {each["name"]: each["version"] for each in locked}.items()
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     wanted = [line for line in lines if line[:1].isalpha()]
     wanted += itertools.chain(*PROJECT["optional-dependencies"].values())

@@ -206,7 +206,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch._C", "_distributed_c10d"),
     ("torch._C._distributed_c10d", "_dump_fr_trace_json"),
     # ---------------------------------------------------------------- Hydra, Python
-    ("hydra._internal.hydra:Hydra", "get_mode"),
     ("hydra._internal.utils", "get_args_parser", ()),
     ("atexit", "_run_exitfuncs"),
     ("sys", "_current_frames", ()),

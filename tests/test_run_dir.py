@@ -17,6 +17,7 @@ from tests.running import meet_a_full_disk
 def config(root, **extra):
     base = {
         "run": {"root": str(root), "name": None, "dir": None, "group": None},
+        "launch": {"rdzv_endpoint": None},
         "resume": "auto",
         "seed": 0,
     }
@@ -51,6 +52,14 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
         "auto",
     )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
+
+
+def test_machines_that_meet_by_themselves_need_a_name(tmp_path):
+    cfg = config(tmp_path, launch={"rdzv_endpoint": "10.0.0.1:29500"})
+    with pytest.raises(ConfigError, match=r"Type run\.name=NAME, the same on each"):
+        run_dir.decide(cfg, label="x")
+    cfg.run.name = "mine"
+    assert run_dir.decide(cfg, label="x").run.dir == str(tmp_path / "mine")
 
 
 def test_unnamed_runs_never_share_a_directory(tmp_path):

@@ -6,7 +6,6 @@ import gc
 import io
 import logging
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -18,7 +17,6 @@ from typing import NoReturn
 
 import hydra
 from dotenv import load_dotenv
-from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -86,7 +84,6 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         return
     default_config = not (arguments.config_name or arguments.config_path)
     folders = [project.CONFIGS, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
-    one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     problems = [*filter(None, [environment.debug_problem()])]
     problems += [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
@@ -94,11 +91,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         arguments.config_dir
     )
     if default_config and not arguments.cfg:
-        multirun = (
-            arguments.multirun
-            or not one_mode
-            or any("hydra.mode" in each for each in arguments.overrides)
-        )
+        multirun = arguments.multirun or any("hydra.mode" in each for each in arguments.overrides)
+        multirun = multirun or any(map(_sets_mode, folders))
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
@@ -108,17 +102,13 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     except ConfigError as error:
         refuse(error.problems)
     try:
-        with _skip_get_mode() if one_mode else nullcontext():
-            sweep = arguments.multirun and default_config
-            if sweep and check is not None and (problems := explain_sweep(typed, check)):
-                refuse(problems)
-            if arguments.multirun:
-                environment.share_sources()
-            with (
-                concluding(),
-                _completing_ours_only() if arguments.shell_completion else nullcontext(),
-            ):
-                main()
+        sweep = arguments.multirun and default_config
+        if sweep and check is not None and (problems := explain_sweep(typed, check)):
+            refuse(problems)
+        if arguments.multirun:
+            environment.share_sources()
+        with concluding(), _completing_ours_only() if arguments.shell_completion else nullcontext():
+            main()
     except CONFIG_ERRORS as error:
         sound = _composed.is_set() and not arguments.multirun
         refuse([plain_text(error)] if sound else explain(error, typed, sweep=arguments.multirun))
@@ -176,25 +166,10 @@ def _load_env(file: Path) -> None:
         )
 
 
-@contextmanager
-def _skip_get_mode() -> Iterator[None]:
-    """Keep Hydra from composing the configuration a second time (0.45 s) to read hydra.mode."""
-    get_mode = Hydra.get_mode
-    Hydra.get_mode = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        Hydra.get_mode = get_mode
-
-
 def _sets_mode(config_dir: Path) -> bool:
-    """Return True if the command or a file may set hydra.mode by other means than -m."""
-    if any(
-        word in argument for argument in sys.argv for word in ("hydra.mode", "hydra.searchpath")
-    ):
-        return True
+    """Return whether a file may say that a command is a sweep, without -m."""
     files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
-    return any(word in file for file in files for word in (b"MULTIRUN", b"searchpath"))
+    return any(b"MULTIRUN" in file for file in files)
 
 
 def compose(typed: Sequence[str]) -> DictConfig:
@@ -315,10 +290,7 @@ def refuse(problems: list[str]) -> NoReturn:
 
 def _text_of(problems: list[str]) -> str:
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    text = "\n".join([head, *(f"  - {problem}" for problem in problems)])
-    if (project.ROOT / "scripts").is_dir():
-        return text
-    return re.sub(r"(python )?scripts/(\w+)\.py", r"armature \2", text)  # not in a project's folder
+    return project.as_typed("\n".join([head, *(f"  - {problem}" for problem in problems)]))
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:

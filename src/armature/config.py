@@ -191,6 +191,9 @@ def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int 
 
 # every config.yaml is read by this module
 register_resolver("model_size", _model_size, replace=True)
+# of this process: all trials of a sweep are in one folder
+_STARTED = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
+register_resolver("sweep_name", lambda name: name or f"sweep-{_STARTED}", replace=True)
 
 
 def register() -> None:
@@ -198,8 +201,6 @@ def register() -> None:
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Config)
-    started = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
-    register_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
 
 
 def load(file: Path) -> DictConfig:

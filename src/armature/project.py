@@ -5,6 +5,7 @@ folder, and the project is the nearest folder above that has a configs/train.yam
 """
 
 import os
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -49,3 +50,12 @@ def options(group: str) -> dict[str, Path]:
     """
     found = {f.stem: f for folder in FOLDERS[::-1] for f in (folder / group).glob("[!_]*.yaml")}
     return dict(sorted(found.items()))
+
+
+def as_typed(text: str) -> str:
+    """Return a text with its commands as they are typed here: a project's folder has no scripts/,
+    but the command `armature`.
+    """
+    if (ROOT / "scripts").is_dir():
+        return text
+    return re.sub(r"(python )?scripts/(\w+)\.py", r"armature \2", text)

@@ -93,6 +93,11 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     named = trial or cfg.run.name
     name = named or default_name(label)
     if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
+        if cfg.launch.rdzv_endpoint:
+            raise ConfigError(
+                f"launch.rdzv_endpoint={cfg.launch.rdzv_endpoint}: all machines need one run "
+                "directory, or they never meet. Type run.name=NAME, the same on each."
+            )
         taken, number = name, 2
         while not _claim(root / name):
             name, number = f"{taken}-{number}", number + 1

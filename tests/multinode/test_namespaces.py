@@ -1,15 +1,16 @@
-"""scripts/multinode/run.sh over two network namespaces: machines with addresses of their own,
-joined by a cable.
+"""Two machines: scripts/multinode/run.sh in network namespaces with addresses of their own, joined
+by a cable; launch.rdzv_endpoint as two commands.
 """
 
 import contextlib
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from tests import needs, running
+from tests import forked, needs, running
 from tests.support.two_hosts import two_hosts
 
 pytestmark = pytest.mark.slow
@@ -83,3 +84,17 @@ def test_two_machines_train_stop_together_and_go_on(hosts, tmp_path):
     assert (summary["stop_reason"], summary["world_size"]) == ("finished", 2)
     assert [int(row["step"]) for row in running.rows(tmp_path / "run")] == list(range(1, steps + 4))
     assert all(host.received() > 1_000_000 for host in hosts)  # a step's gradients alone are 170 kB
+
+
+def test_machines_meet_without_torchrun(tmp_path):
+    for words in (["train.py", "run.name=a", "trainer.max_steps=4"], ["scripts/doctor.py"]):
+        command = [
+            *(sys.executable, running.ROOT / words[0], *words[1:], "experiment=example"),
+            *("strategy=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2"),
+            f"launch.rdzv_endpoint=127.0.0.1:{forked.free_port()}",
+        ]
+        machines = [
+            subprocess.Popen(command, cwd=tmp_path, env=running.environment()) for _ in range(2)
+        ]
+        assert max(machine.wait(120) for machine in machines) < 2  # 1: the doctor warns
+    assert len(running.losses(tmp_path / "outputs" / "a")) == 4

@@ -15,7 +15,7 @@ from armature import launch as run
 from armature.doctor import environment as machine
 from armature.doctor import finding, rank, run_directory
 from armature.doctor.finding import Finding
-from armature.errors import ConfigError, masked
+from armature.errors import ConfigError, RunFailed, masked
 from armature.launcher import environment, supervise
 from armature.launcher.watch import RankWatcher
 
@@ -76,8 +76,11 @@ def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding
         try:
             with watcher:
                 supervise.start_ranks(
-                    cfg, watcher, "armature.doctor.rank", name, variables=variables, logs=folder
-                )
+                    cfg, watcher, "armature.doctor.rank", name, variables=variables, logs=folder,
+                    join_seconds=int(START_SECONDS),
+                )  # fmt: skip
+        except RunFailed as error:
+            return finding.refused("launch", [str(error)])
         except ChildFailedError as error:
             number, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
             how = f"rank {number} ended with exit code {failure.exitcode}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -240,27 +240,12 @@ def weight_of(name: str) -> str:
     return f"{owner}.weight" if last in PARTS else name
 
 
-def parts_of(name: str) -> list[str]:
-    """Return the names of all parts of a matrix, given that of its codes; of another parameter its
-    own.
-    """
-    owner, _, last = name.rpartition(".")
-    return [f"{owner}.{part}" for part in PARTS] if last == "codes" else [name]
-
-
 def elements(name: str, param: Tensor) -> int:
     """Return how many elements of a model a parameter holds: of the parts of a matrix, the codes
     hold all.
     """
     last = name.rpartition(".")[2] if param.dtype in (torch.uint8, torch.int32) else ""
     return 2 * param.numel() if last == "codes" else 0 if last in PARTS else param.numel()
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the weight that the parts of `parts_of` are: in fp32 if it has 4 bits, else as it
-    is.
-    """
-    return parts[0] if len(parts) == 1 else dequantize(*parts, dtype=torch.float32)
 
 
 def rounded(weight: Tensor) -> Tensor:

@@ -209,14 +209,6 @@ def is_under_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def rendezvous() -> str | None:
-    """Return the name under which agents of several machines meet, or None if it identifies no
-    run.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return name if name != "none" else None  # torchrun's default
-
-
 def is_restarted() -> bool:
     return any(number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 

@@ -48,6 +48,7 @@ from armature.validation import memory, micro_batch, resize
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
+JOIN_SECONDS = 600  # for all machines to come
 SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
 # never caused by the loss of another rank
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -187,6 +188,7 @@ def start_ranks(
     attempt: int = 0,
     max_restarts: int = 0,
     logs: Path | None = None,
+    join_seconds: int = JOIN_SECONDS,
 ) -> None:
     """Run `python -m module folder` as each rank of this machine, by a call of the elastic agent.
 
@@ -194,11 +196,14 @@ def start_ranks(
         watcher: entered. The agent's own files are beside its folder.
         variables: of the ranks, besides those that every rank needs.
         logs: a folder for what the ranks print, else it is printed here.
+        join_seconds: for all machines to come.
 
     Raises:
         ChildFailedError: a rank has failed.
+        RunFailed: a machine has not come.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # it reports failures, which we describe ourselves
@@ -213,12 +218,12 @@ def start_ranks(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=devices,
-        run_id=Path(folder).name,
+        run_id=Path(cfg.run.name or "doctor").name,  # on all machines the same
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint or str(temporary / f"rendezvous{attempt}"),
         # on one machine in files, in a folder that only this user can open: torch unpickles what it
         # reads from a store, and its TCP store listens on all interfaces
-        rdzv_configs={} if endpoint else {"store_type": "file"},
+        rdzv_configs={"join_timeout": join_seconds} if endpoint else {"store_type": "file"},
         local_addr=None if endpoint else "localhost",
         max_restarts=max_restarts,
         monitor_interval=0.1,
@@ -240,8 +245,14 @@ def start_ranks(
         ),
         **variables,
     }
-    with _environment(needed):
-        elastic_launch(config, sys.executable)("-u", "-P", "-m", module, folder)
+    try:
+        with _environment(needed):
+            elastic_launch(config, sys.executable)("-u", "-P", "-m", module, folder)
+    except RendezvousError as error:
+        raise RunFailed(
+            f"trainer.num_nodes={nodes}: the machines did not meet at launch.rdzv_endpoint="
+            f"{endpoint} within {join_seconds} s. Type the same command on each of them."
+        ) from error
 
 
 class _Attempts:

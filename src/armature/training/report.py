@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
-from armature import run_dir
+from armature import project, run_dir
 from armature.checkpoint import directory, resume
 from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
@@ -127,7 +127,8 @@ def finish(
         option = " --chat" if (folder / CHAT_TEMPLATE).exists() else ""
         if script == "evaluate" and not is_overridden("test_step", run.task):
             option = " --split val"
-        lines.append(f"next: python scripts/{script}.py {shlex.quote(run.cfg.run.dir)}{option}")
+        command = project.as_typed(f"python scripts/{script}.py")
+        lines.append(f"next: {command} {shlex.quote(run.cfg.run.dir)}{option}")
     elif reason == "max_time":
         lines.append(
             "to continue: the same command with its run.name and a longer trainer.max_time"

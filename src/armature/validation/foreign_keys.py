@@ -113,6 +113,7 @@ FOREIGN: dict[str, str] = {
 # Keys of Hydra that compose, and that nothing here reads.
 INEFFECTIVE = {
     "hydra.run.dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
+    "hydra.sweep.dir": "Type run.root=… (holds all runs) and run.name=… (this sweep)",
     "hydra.sweep.subdir": "A trial's directory is its number. Type run.root=… and run.name=… for "
     "that of the sweep",
     "hydra.output_subdir": "config.yaml and overrides.txt are in the run directory. Leave it out",
