@@ -20,7 +20,7 @@ INSTALL_TORCH = $(PIP) $(addprefix --index-url ,$(TORCH_INDEX)) "$(TORCH)"
 # Without an NVIDIA GPU the CPU build is enough: PyPI's wheels for Linux bring gigabytes of CUDA libraries. It comes from where
 # pip looks for packages, or else from PyTorch's own index
 ifeq ($(GPU)$(TORCH_INDEX)$(shell uname -s),Linux)
-INSTALL_TORCH = $(PIP) "$(TORCH)+cpu" 2>/dev/null || $(PIP) --index-url https://download.pytorch.org/whl/cpu "$(TORCH)+cpu"
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet "$(TORCH)+cpu" 2>/dev/null || $(PIP) --index-url https://download.pytorch.org/whl/cpu "$(TORCH)+cpu"
 endif
 
 define PRINT_EXTRAS
