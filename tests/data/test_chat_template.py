@@ -36,7 +36,7 @@ WRITTEN = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
     "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
-    "instruct": "<s>[INST] how are you [/INST] ⟦I am fine</s>⟧[INST] world\n [/INST] ⟦thank you "
+    "instruct": "<s>[INST] how are you [/INST]⟦ I am fine</s>⟧[INST] world\n [/INST]⟦ thank you "
     "\n</s>⟧",
     "thinking": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am "
     "fine<|im_end|>⟧\n"
@@ -73,8 +73,8 @@ WRITTEN_TOOLS = {
     "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank "
     "you<|im_end|>⟧\n",
     "brackets": '<s>[INST] how are you[/INST]⟦[CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>⟧'
-    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] "
-    "hello\n\nworld[/INST] ⟦thank you</s>⟧",
+    f"[RESULTS] fine[/RESULTS]⟦ I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] "
+    "hello\n\nworld[/INST]⟦ thank you</s>⟧",
 }
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 6  # layout of the cache, and what a template is given of a message
+_VERSION = 7  # layout of the cache, and what a template is given of a message
 _TOGETHER = 1024  # lines that are encoded in one call
 LEFT_OUT = "too long, without an answer within the context, or pairs of equal answers"
 

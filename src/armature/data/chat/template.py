@@ -46,6 +46,7 @@ _ALSO_WRITTEN = ("tool_calls", *_THOUGHTS)  # by the model, beside the content
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)
 # what rendering passes itself
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}
+_TAIL = 20  # characters by which a prompt's end is found
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _UNCHECKED = {"role", "tool_call_id"}  # of a message: a result's call is the one in its place
@@ -144,7 +145,20 @@ class ChatTemplate:
         if len(tagged := _tagged(marked)) == len(turns):
             return text, dict(zip(turns, tagged, strict=True))
         found = {i: self._span(text, messages, i, tools) for i in turns}
-        return text, {i: self._with_end(text, span) for i, span in found.items()}
+        return text, {
+            i: self._with_end(text, (self._begin(text, start, messages[:i], tools), end))
+            for i, (start, end) in found.items()
+        }
+
+    def _begin(self, text: str, start: int, before: Sequence[Message], tools: Any) -> int:
+        """Return where the model begins to write: at the space before an answer, if the prompt
+        does not end with it (Llama 2, Mistral).
+        """
+        with suppress(NotRenderable):
+            prompt = self.render(before, tools=tools, add_generation_prompt=True)
+            end = text[:start].rpartition(prompt[-_TAIL:])[2]  # tools may stand elsewhere in it
+            return start - len(end) if end.isspace() else start
+        return start
 
     def _check_written(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
         """Raise NotRenderable for a key that the template writes for no message of its role."""
