@@ -6,7 +6,6 @@ A missing or damaged file only leaves its part of a page empty.
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import math
 import os
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
 from omegaconf import OmegaConf
 
-from armature.config import read_raw, register
+from armature.config import read_raw
 from armature.errors import ConfigError
 from armature.launcher.run_state import read_summary
-from armature.validation.composing import composing
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
@@ -202,30 +199,3 @@ def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
-
-
-@functools.cache
-def defaults() -> dict[str, Any]:
-    """Return by dotted key what train.yaml selects if nothing is typed. {} if it does not
-    compose.
-    """
-    register()
-    try:
-        with composing():
-            return dict(flat(OmegaConf.to_container(compose("train"), resolve=False)))
-    except Exception:  # a clone may have changed the files in any way
-        return {}
-
-
-def changed(config: dict[str, Any]) -> set[str]:
-    """Return the keys whose value differs from the default one, unless that is auto."""
-    usual = defaults()
-    return {
-        key
-        for key, value in config.items()
-        if usual and usual.get(key) != "auto" and not _same(value, usual.get(key))
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    return str(a) == str(b) or (a in (None, {}, []) and b in (None, {}, []))

@@ -15,7 +15,7 @@ from armature.errors import masked
 from armature.launcher import run_state
 from armature.pages import curves
 from armature.pages.compare import results
-from armature.pages.history import History, changed, flat, read
+from armature.pages.history import History, flat, read
 from armature.pages.page import charts, code, number, page, table, tile
 
 NAME = "report.html"
@@ -155,10 +155,12 @@ def _starts(run: History) -> Iterator[str]:
 def _configuration(run: History) -> Iterator[str]:
     if not run.config:
         return
-    differing = changed(run.config)
+    file = run.path / "overrides.txt"
+    typed = file.read_text(errors="replace").split("\n") if file.is_file() else []
+    keys = {line.lstrip("+~").partition("=")[0] for line in typed}
+    differing = {key for key in run.config if keys & {key, key.partition(".")[0]}}
     yield "<h2>Configuration</h2>"
-    count = f"{len(differing)} of {len(run.config)} keys"
-    yield f'<p class="quiet">Bold: what differs from the defaults ({count}).</p>'
+    yield f'<p class="quiet">Bold: what was typed, {code(" ".join(typed))}.</p>'
     yield '<div><input type="checkbox" class="only" id="only"> <label for="only">only these</label>'
     rows, classes = [], []
     for key, value in run.config.items():
