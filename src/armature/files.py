@@ -61,7 +61,7 @@ def folder_beside(file: Path) -> Iterator[Path]:
     """Yield a new folder in the file system of a file, for its parts. It is removed at the end."""
     folder = _part_of(file)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
-    folder.mkdir()
+    folder.mkdir(parents=True)
     try:
         yield folder
     finally:

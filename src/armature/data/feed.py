@@ -409,6 +409,8 @@ class Feed(L.Callback):
             ConfigError: no DataLoader, or one that cannot be fed.
         """
         split = self.trainer.state.stage.dataloader_prefix
+        if split != "train" and loader == []:  # Lightning measures nothing there
+            return loader
         whole = isinstance(getattr(loader, "fed_by", None), EpochSampler)
         if (split == "train") != whole:
             if split != "train" or isinstance(loader, FedLoader):
@@ -432,7 +434,7 @@ class Feed(L.Callback):
         if not is_overridden(name, self.data):
             return []
         found = CombinedLoader(getattr(self.data, name)(), "sequential").flattened
-        return [self._evaluated(each, split) for each in found]
+        return [self._evaluated(each, split) for each in found if each != []]
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""

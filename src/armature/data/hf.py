@@ -112,7 +112,8 @@ class HFData(LabeledData):
             mode=self._mode or "RGB",
             mode_is_typed=self.image_mode is not None,
         )
-        rows = rows.with_format("torch")
+        used = dict.fromkeys([*inputs, targets] if has_targets else inputs)
+        rows = rows.select_columns([*used]).with_format("torch")  # a date would be no tensor
         return StreamedColumns(rows, read) if self.streaming else Columns(rows, read)
 
     @override
@@ -172,6 +173,13 @@ class HFData(LabeledData):
                 f"{self._where} has no column {', '.join(missing)}. Its columns: "
                 f"{', '.join(known)}. Type data.inputs=… data.targets=…"
             )
+        for column in columns:
+            kind = str(getattr((rows.features or {}).get(column), "dtype", ""))
+            if kind.startswith(("timestamp", "date", "time", "duration", "decimal")):
+                raise ConfigError(
+                    f"{self._where}: column {column} holds {kind}, of which torch makes no tensor. "
+                    "Turn it into numbers first, or leave it out of data.inputs."
+                )
         for column in () if self.streaming else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(
