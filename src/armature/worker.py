@@ -117,12 +117,14 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
     watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
     task, strategy, checkpoint = _build_task(cfg, checkpoint)
-    step = None if checkpoint is None else checkpoint_directory.saved_step(checkpoint)
+    saved = (checkpoint and checkpoint_directory.read_manifest(checkpoint)) or {}
+    step = saved.get("step")
     limits = Limits.of(
         cfg,
         samples_per_epoch=fed.train_size,
         global_batch_size=fed.global_batch_size,
         step=step or 0,
+        seen=saved.get("samples", 0),
     )
 
     csv, guard = MetricsCSV(directory), NotFiniteGuard(cfg.trainer.on_nan, directory)

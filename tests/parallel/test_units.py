@@ -86,6 +86,8 @@ def test_blocks_and_large_leaves_are_units_without_a_plan() -> None:
         "conv.bias", "hooked.weight",
     }  # fmt: skip
     assert units.find(model, None, min_num_params=10**6).modules == []
+    # whose Linear is never called
+    assert units.find(nn.MultiheadAttention(8, 2), None, min_num_params=50).modules == []
     assert units.find(model.shared, None, min_num_params=50, listed=True).modules
 
 

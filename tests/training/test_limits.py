@@ -7,9 +7,11 @@ import armature
 from armature.training.limits import Limits, prefer_typed
 
 
-def limits(steps, epochs, *, samples=52, batch=8, step=0):
+def limits(steps, epochs, *, batch=8, step=0):
     cfg = OmegaConf.create({"trainer": {"max_steps": steps, "max_epochs": epochs}})
-    found = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch, step=step)
+    found = Limits.of(
+        cfg, samples_per_epoch=52, global_batch_size=batch, step=step, seen=8 * step
+    )
     return found.global_batches, found.epochs
 
 
@@ -18,6 +20,8 @@ def test_the_first_limit_ends_the_run():
     assert limits(20, None) == (20, 4)  # 160 samples of 52: epochs are those that steps begin
     assert limits(20, 5) == (20, 5)
     assert limits(100, 5) == (33, 5)
+    assert limits(None, 10, batch=32, step=13) == (13 + 13, 10)  # 2 epochs in steps of 8
+    assert limits(26, None, batch=32, step=13) == (26, 10)
 
 
 def test_a_run_beyond_its_lowered_limit_ends_at_once(caplog):

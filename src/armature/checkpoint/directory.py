@@ -12,7 +12,8 @@ checkpoints. Torch-free.
 
 manifest.json:
 
-    {"format": 1, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
+    {"format": 1, "step": 120, "samples": 4800, "world_size": 4, "strategy": "…",
+     "config_hash": "…", "saved_at": …,
      "files": {"meta.pt": {"bytes": 10240, "crc32": 1234567890}, …}}
 
 A directory without a manifest is half-written, or another program wrote it. The checksums detect
@@ -222,11 +223,6 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
-
-
-def saved_step(checkpoint: Path) -> int | None:
-    """Return the step that a checkpoint's manifest states, or None if there is no manifest."""
-    return (read_manifest(checkpoint) or {}).get("step")
 
 
 def problem(directory: Path) -> str | None:

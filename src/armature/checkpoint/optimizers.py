@@ -197,7 +197,9 @@ def settings_of(saved: Mapping[str, Any], built: Mapping[str, Any] | None = None
     # the rate follows the one that it was computed from, in proportion
     key = "initial_lr" if "initial_lr" in then and "initial_lr" in built else "lr"
     before, after = then.get(key), built.get(key)
-    if None not in (before, after) and not changes.same(before, after):
+    # what on_load_checkpoint gave back to the module is what the group has already
+    known = changes.same(before, after) or changes.same(found.get(key), after)
+    if None not in (before, after) and not known:
         found["lr"] = found["lr"] / before * after if before else after
     return changes.merge(found, then=then, now=built, keep=("lr",))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchmetrics import Metric, MetricCollection
 
 from armature.models.plan import Plan
@@ -19,6 +20,8 @@ from armature.parallel.gradients import local_part
 
 LISTS = (nn.ModuleList, nn.ModuleDict)  # whose children are blocks
 LEAVES = (nn.Linear, nn.Embedding)
+# the last is nn.MultiheadAttention's, which never calls it
+_KEPT = (Metric, MetricCollection, torch.jit.ScriptModule, NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,7 @@ def _together(blocks: list[nn.Module], min_num_params: int) -> list[list[nn.Modu
 def _without_plan(
     module: nn.Module, min_num_params: int, *, listed: bool = False, in_sequence: bool = False
 ) -> Iterator[nn.Module]:
-    kept = (Metric, MetricCollection, torch.jit.ScriptModule)
-    if size(module) < max(1, min_num_params) or isinstance(module, kept):
+    if size(module) < max(1, min_num_params) or isinstance(module, _KEPT):
         return
     calls = type(module).forward is not nn.Module.forward
     inside = [

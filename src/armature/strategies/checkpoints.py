@@ -33,7 +33,7 @@ from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies.gradients import parameters_of
 from armature.strategies.layout import LayoutMixin
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, feed_of
 
 SCHEDULES = "lr_schedulers"
 
@@ -158,7 +158,9 @@ class CheckpointMixin(LayoutMixin):
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
         tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
         meta |= self._entries(checkpoint)
-        entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
+        trainer = self.module.trainer
+        entries = {"step": completed_batches(trainer), "strategy": self.layout}
+        entries |= {"samples": feed.samples_seen} if (feed := feed_of(trainer)) else {}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
 

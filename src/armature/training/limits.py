@@ -29,26 +29,30 @@ class Limits:
 
     @classmethod
     def of(
-        cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int, step: int = 0
-    ) -> Limits:
+        cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int,
+        step: int = 0, seen: int = 0,
+    ) -> Limits:  # fmt: skip
         """Return the limits of a configuration. The one that is reached first ends the run.
 
         Args:
             step: at which the run resumes. Lightning refuses to resume beyond its max_epochs.
+            seen: samples until then, maybe in batches of another size.
         """
         steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
         limits = [] if steps is None else [steps]
         if epochs is not None:
-            limits.append(math.ceil(epochs * samples_per_epoch / global_batch_size))
+            left = max(0, epochs * samples_per_epoch - seen)
+            limits.append(step + math.ceil(left / global_batch_size))
         total = min(limits)
-        epochs = epochs or math.ceil(total * global_batch_size / samples_per_epoch)
+        end = seen + (max(step, total) - step) * global_batch_size
+        epochs = epochs or math.ceil(end / samples_per_epoch)
         if step > total:
             log.warning(
                 "The run has made %d steps already, and its limits end it at step %d: nothing is "
                 "left to train. Type a larger trainer.max_steps or trainer.max_epochs.",
                 step, total,
             )  # fmt: skip
-            epochs = max(epochs, math.ceil(step * global_batch_size / samples_per_epoch) + 1)
+            epochs = max(epochs, math.ceil(seen / samples_per_epoch) + 1)
         return cls(total, epochs)
 
 

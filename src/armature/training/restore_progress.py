@@ -113,6 +113,11 @@ class RestoreProgress(RunHooks, Callback):
         for key, then in self._then.get("callbacks", {}).items():
             if key in states and key in now:
                 states[key] = changes.merge(states[key], then=then, now=now[key])
+        feed = feed_of(trainer)
+        if feed.state_key in states:  # Lightning compares it with max_epochs: data may have grown
+            epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+            seen = states[feed.state_key]["samples_seen"] // feed.train_size
+            epochs["completed"] = min(epochs["completed"], seen)
         self._checkpoint = checkpoint
         if trainer.lr_scheduler_configs:  # strategies that load after on_fit_start
             self._find_schedules(trainer)
