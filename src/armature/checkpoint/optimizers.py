@@ -313,8 +313,9 @@ def _check_class(checkpoint: Path, optimizer: Optimizer, saved: str | None) -> N
     if saved and own.rpartition(".")[2] != saved.rpartition(".")[2]:
         raise ConfigError(
             f"{checkpoint} was saved with another optimizer: it holds the state of {saved}, and "
-            f"configure_optimizers returns {own}. Resume with the optimizer that the run began "
-            "with."
+            f"configure_optimizers returns {own}. Resume with that optimizer. If a hook changed "
+            "it during the run, let configure_optimizers return the new one: restore what it reads "
+            "in on_load_checkpoint."
         )
 
 

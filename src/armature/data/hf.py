@@ -213,9 +213,10 @@ class HFData(LabeledData):
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             is_theirs = isinstance(error, datasets.exceptions.DatasetsError)
             said = error_line((error.__cause__ if is_theirs else None) or error).rstrip(".!")
+            part = "" if self.streaming else "; 'train[:10%]': a part of another one"
             raise ConfigError(
                 f"{self._where}, split {name}: {said}. Type data.splits.{split}=… (null: there is "
-                "none; 'train[:10%]': a part of another one), or data.path=…, data.name=… or "
+                f"none{part}), or data.path=…, data.name=… or "
                 "data.data_files=… of data that are there."
             ) from error
         if not self._loaded:
