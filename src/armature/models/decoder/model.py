@@ -276,14 +276,9 @@ class Decoder(nn.Module):
         T, D).
         """
         start = 0 if cache is None else cache.length
-        if self.embed is not None and start + inputs.shape[1] > self.context:
-            raise ValueError(
-                f"{start + inputs.shape[1]} positions do not fit in model.context={self.context}"
-            )
-        if cache is not None and start + inputs.shape[1] > (cache.positions or self.context):
-            raise ValueError(
-                f"{start + inputs.shape[1]} positions do not fit in the cache's {cache.positions}"
-            )
+        end, room = start + inputs.shape[1], (cache and cache.positions) or self.context
+        if end > room:
+            raise ValueError(f"{end} positions do not fit in {room} (model.context={self.context})")
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
         masks: dict[int | None, Tensor] | dict[int | None, BlockMask] = {}
