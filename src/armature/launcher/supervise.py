@@ -485,13 +485,10 @@ def _error(failure: Any) -> tuple[str, str | None]:
     """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left
     none.
     """
-    data = (
-        failure.error_file_data.get("message", {})
-        if isinstance(failure.error_file_data, dict)
-        else {}
-    )
-    data = data if isinstance(data, dict) else {}
-    return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
+    data = failure.error_file_data["message"]
+    if isinstance(data, str):  # it says that there is none
+        return "", None
+    return str(data["message"]), data["extraInfo"]["py_callstack"]
 
 
 def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
