@@ -18,7 +18,6 @@ import armature
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
 from armature.launcher.supervise import Failure, describe
-from armature.launcher.watch import Death
 from armature.layout import Layout
 from armature.validation import micro_batch, resize
 from tests import running
@@ -314,7 +313,7 @@ def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, tmp_path):
 
 
 def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
-    watch = SimpleNamespace(hung={}, ended={1}, deaths={1: Death(105.0, -9)})
+    watch = SimpleNamespace(hung={}, ended={1}, deaths={1: 105.0})
     failures = {
         0: failure(tmp_path, rank=0, code=1, at=100.0, error=WRONG_SUM),
         1: failure(tmp_path, rank=1, code=-9, at=105.0),

@@ -31,7 +31,7 @@ SIZES = {
     "shared_hidden": 16,
     "dense_layers": 1,
 }
-OPTIONS = {"experts": 8, "active": 2, "hidden": 24, "normalized": True, "balance_rate": 1e-3}
+OPTIONS = {"experts": 8, "active": 2, "expert_hidden": 24, "normalized": True, "balance_rate": 1e-3}
 
 
 def mixture(**changes: object) -> Mixture:

@@ -59,10 +59,14 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
         if names:
             read(model, names, alone=True)
             found |= {f"{prefix}.{name}" for name in names}
+    return with_tied(module, found)
+
+
+def with_tied(module: nn.Module, names: set[str]) -> set[str]:
+    """Return names of parameters, and the other names of those that are tied."""
     params = dict(module.named_parameters(remove_duplicate=False))
-    filled = {params[name] for name in found if name in params}
-    # the other names of tied ones
-    return found | {name for name, param in params.items() if param in filled}
+    filled = {params[name] for name in names if name in params}
+    return names | {name for name, param in params.items() if param in filled}
 
 
 def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None:

@@ -32,7 +32,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -188,21 +188,9 @@ def main_port() -> int:
     return number("MASTER_PORT", 29500)
 
 
-def set_rank(
-    *, rank: str, world_size: str, local_rank: str, local_world_size: str, node_rank: str,
-    main_address: Callable[[], str], main_port: int,
-) -> None:  # fmt: skip
-    """Make this process a rank. An address or a port that is set already is kept."""
-    os.environ.update(
-        RANK=rank,
-        WORLD_SIZE=world_size,
-        LOCAL_RANK=local_rank,
-        LOCAL_WORLD_SIZE=local_world_size,
-        GROUP_RANK=node_rank,
-    )
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = main_address()
-    os.environ.setdefault("MASTER_PORT", str(main_port))
+def set_rank(**variables: str) -> None:
+    """Make this process a rank, by the variables that a launcher sets."""
+    os.environ.update(variables)
 
 
 def is_under_agent() -> bool:

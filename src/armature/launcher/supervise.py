@@ -21,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hydra.core.utils import env_override
 from omegaconf import DictConfig
 
 from armature import hardware, project, run_dir
@@ -246,7 +246,7 @@ def start_ranks(
         **variables,
     }
     try:
-        with _environment(needed):
+        with env_override(needed):  # and after it as before: a sweep's next trial starts here
             elastic_launch(config, sys.executable)("-u", "-P", "-m", module, folder)
     except RendezvousError as error:
         raise RunFailed(
@@ -485,13 +485,10 @@ def _error(failure: Any) -> tuple[str, str | None]:
     """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left
     none.
     """
-    data = (
-        failure.error_file_data.get("message", {})
-        if isinstance(failure.error_file_data, dict)
-        else {}
-    )
-    data = data if isinstance(data, dict) else {}
-    return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
+    data = failure.error_file_data["message"]
+    if isinstance(data, str):  # it says that there is none
+        return "", None
+    return str(data["message"]), data["extraInfo"]["py_callstack"]
 
 
 def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
@@ -502,7 +499,7 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     file = Path(failure.error_file)
     if file.is_file():
         return file.stat().st_mtime
-    return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
+    return watcher.deaths.get(rank, float(failure.timestamp))
 
 
 def process_variables(devices: int) -> dict[str, str]:
@@ -562,18 +559,3 @@ def _gpus_now() -> int:
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     )
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the ranks, and reset them afterwards: a sweep's next trial starts in this
-    process.
-    """
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)

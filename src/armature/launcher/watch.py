@@ -42,12 +42,6 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Death:
-    unix_time: float
-    code: int | None  # exit code: negative for a signal, None if unknown
-
-
-@dataclass(frozen=True)
 class Hang:
     seconds: float  # without progress before the rank ended
     stopped: bool  # by a signal such as SIGSTOP
@@ -67,7 +61,7 @@ class RankWatcher:
 
     def __init__(self, folder: Path, *, ranks: int) -> None:
         self.folder, self.count = folder, ranks
-        self.deaths: dict[int, Death] = {}
+        self.deaths: dict[int, float] = {}  # Unix time by rank
         self.hung: dict[int, Hang] = {}  # ended because they made no progress
         self.alive: dict[int, hang.Progress] = {}
         self.ended: set[int] = set()  # killed because another had failed
@@ -134,15 +128,15 @@ class RankWatcher:
             poll.register(handle, select.POLLIN)
         for handle, _ in poll.poll(POLL_SECONDS * 1000):
             rank = handles[handle]
-            self.deaths[rank.number] = death = Death(time.time(), _exit_code(handle))
-            if death.code == 1 and rank.is_late(-DEADLINE_SLACK_SECONDS):
+            self.deaths[rank.number], code = time.time(), _exit_code(handle)
+            if code == 1 and rank.is_late(-DEADLINE_SLACK_SECONDS):
                 self._note_hang(rank)
             os.close(handle)
             del self._ranks[rank.pid]
             self._groups.discard(rank.pid)  # another process may get this id in a long run
-            if death.code:
+            if code:
                 _kill_group(rank.pid)
-            if death.code and self._kill_deadline is None and not self._asked_to_end:
+            if code and self._kill_deadline is None and not self._asked_to_end:
                 self._kill_deadline = (time.monotonic() + SHUTDOWN_SECONDS, list(self._ranks))
 
     def _read_progress(self) -> None:
@@ -195,7 +189,10 @@ def _handle(pid: int) -> int | None:
 
 
 def _exit_code(handle: int) -> int | None:
-    """Return the exit code of a dead process, without reaping it: the agent does."""
+    """Return the exit code of a dead process, negative for a signal, or None if it is unknown.
+
+    Without reaping it: the agent does.
+    """
     with suppress(ChildProcessError):
         if (
             status := os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)

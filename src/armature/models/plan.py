@@ -86,17 +86,12 @@ class Plan:
     expert_count: str | None = None
 
     def __post_init__(self) -> None:
-        for pattern, style in self.tensor.items():
-            if style not in TENSOR_STYLES:
-                raise ValueError(
-                    f"{pattern!r}: no tensor style {style!r}; there are {', '.join(TENSOR_STYLES)}"
-                )
-        for pattern, style in self.context.items():
-            if style not in CONTEXT_STYLES:
-                raise ValueError(
-                    f"{pattern!r}: no context style {style!r}; there are "
-                    f"{', '.join(CONTEXT_STYLES)}"
-                )
+        for axis, known in (("tensor", TENSOR_STYLES), ("context", CONTEXT_STYLES)):
+            for pattern, style in getattr(self, axis).items():
+                if style not in known:
+                    raise ValueError(
+                        f"{pattern!r}: no {axis} style {style!r}; there are {', '.join(known)}"
+                    )
 
 
 def module_beside(module: str, name: str) -> ModuleType | None:

@@ -16,14 +16,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class Schedule(LambdaLR):
-    """A LambdaLR whose state is the step alone.
+    """A LambdaLR whose state is the step alone: warm-up times another factor.
+
+    The factor of the warm-up rises to 1 at step `warmup`. The first step's is above zero, so no
+    step is wasted.
 
     The peak rates come from the configuration, and the factor from the step. So a run can resume
     under a layout with other parameter groups, or with another rate.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
-        super().__init__(optimizer, factor)
+    def __init__(
+        self, optimizer: Optimizer, warmup: int, factor: Callable[[int], float] = lambda step: 1.0
+    ) -> None:
+        super().__init__(optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)) * factor(step))
 
     def get_lr(self) -> list[Any]:
         self._include_added_groups(self.last_epoch - 1)
@@ -66,12 +71,10 @@ def cosine(
     start = _steps("scheduler.warmup", warmup, total_steps)
     return Schedule(
         optimizer,
+        start,
         lambda step: (
-            _warmup_factor(step, start)
-            * (
-                final
-                + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
-            )
+            final
+            + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
         ),
     )
 
@@ -82,10 +85,7 @@ def linear(
     """Return warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
     start = _steps("scheduler.warmup", warmup, total_steps)
     return Schedule(
-        optimizer,
-        lambda step: (
-            _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, start, total_steps))
-        ),
+        optimizer, start, lambda step: 1 - (1 - final) * _progress(step, start, total_steps)
     )
 
 
@@ -110,17 +110,13 @@ def wsd(
             f"{total_steps} steps: shorten one, or give both as shares of the run (below 1.0)"
         )
     return Schedule(
-        optimizer,
-        lambda step: (
-            _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, end, total_steps))
-        ),
+        optimizer, start, lambda step: 1 - (1 - final) * _progress(step, end, total_steps)
     )
 
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0) -> Schedule:
     """Return warm-up, then the peak rate."""
-    start = _steps("scheduler.warmup", warmup, total_steps)
-    return Schedule(optimizer, lambda step: _warmup_factor(step, start))
+    return Schedule(optimizer, _steps("scheduler.warmup", warmup, total_steps))
 
 
 def _steps(key: str, value: int | float, total_steps: int) -> int:
@@ -132,14 +128,6 @@ def _steps(key: str, value: int | float, total_steps: int) -> int:
             "1.0"
         )
     return int(value)
-
-
-def _warmup_factor(step: int, warmup: int) -> float:
-    """Return a factor that rises to 1 at step `warmup`.
-
-    The first step's is above zero, so no step is wasted.
-    """
-    return min(1.0, (step + 1) / (warmup + 1))
 
 
 def _progress(step: int, start: int, end: int) -> float:

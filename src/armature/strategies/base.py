@@ -186,19 +186,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.module.__dict__["_armature_built"] = True
 
     def _name_imported(self, models: Sequence[tuple[str, nn.Module]]) -> None:
-        params = dict(self.module.named_parameters(remove_duplicate=False))
         names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
-        filled = {params[name] for name in names if name in params}
-        # tied ones have two
-        self.from_base = names | {name for name, param in params.items() if param in filled}
+        self.from_base = huggingface.with_tied(self.module, names)
         adapted = tuple(
             f"{name}."
             for name, model in models
             if any(is_adapter(n) for n, _ in model.named_parameters())
         )
         self.frozen_base = {
-            name for name, param in params.items()
-            if param in filled and not param.requires_grad and name.startswith(adapted)
+            name for name, param in self.module.named_parameters(remove_duplicate=False)
+            if name in self.from_base and not param.requires_grad and name.startswith(adapted)
         }  # fmt: skip
 
     def _count(self) -> None:

@@ -33,18 +33,13 @@ class WeightedMean(MeanMetric):
     """
 
     @override
-    def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
-        """Add values and their weights, which are broadcast to the values' shape; None: 1."""
-        value = torch.as_tensor(value, device=self.device)
-        weight = (
-            torch.ones_like(value)
-            if weight is None
-            else torch.as_tensor(weight, device=self.device)
+    def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add values and their weights, which are broadcast to the values' shape."""
+        value, weight = (
+            torch.as_tensor(each, dtype=self.dtype, device=self.device) for each in (value, weight)
         )
-        weight = weight.broadcast_to(value.shape)
-        value, weight = value.to(self.dtype), weight.to(self.dtype)
         self.mean_value += (value * weight).sum()
-        self.weight += weight.sum()
+        self.weight += weight.expand_as(value).sum()
 
 
 def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -207,7 +202,7 @@ class Task(L.LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._make_metrics()
+        self._metrics = {}  # an evaluation that failed has left some
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -217,27 +212,16 @@ class Task(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         self._log_metrics("val")
 
-    @override
-    def on_test_epoch_start(self) -> None:
-        self._make_metrics()
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.update(self._of_this_epoch(), batch)
+    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
 
     @override
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test")
 
-    def _make_metrics(self) -> None:
-        self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
-
     def _of_this_epoch(self) -> dict[str, Metric]:
-        """Return the metrics, also if a subclass's hook of the epoch's start has not called
-        super().
-        """
-        if not self._metrics:
-            self._make_metrics()
+        self._metrics = self._metrics or {
+            name: metric.to(self.device) for name, metric in self.metrics().items()
+        }
         return self._metrics
 
     def _log_metrics(self, split: str) -> None:

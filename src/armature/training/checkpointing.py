@@ -214,10 +214,7 @@ class Checkpointing(RunHooks, Checkpoint):
             self._finish_pending(trainer)
             self._saved_step = -1
         self._save(trainer, last=True, final=True)
-        try:
-            self.writer.finish()
-        except OSError as error:
-            self._failed(trainer, self._saved_step, error, final=True)
+        self._finish_pending(trainer, final=True)
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
@@ -295,16 +292,16 @@ class Checkpointing(RunHooks, Checkpoint):
             self._failed(trainer, step, error, last=last, final=final)
         self.step_log.restart_clock()
 
-    def _finish_pending(self, trainer: Trainer, *, last: bool = False) -> None:
-        """Wait for a save in the background, which may have failed.
+    def _finish_pending(self, trainer: Trainer, **which: bool) -> None:
+        """Wait for a save in the background, which may have failed: `which` it is for `_failed`.
 
-        `last` if no other follows. Called by all ranks.
+        Called by all ranks.
         """
         try:
             self.writer.finish()
         except OSError as error:
             failed, self._saved_step = self._saved_step, -1
-            self._failed(trainer, failed, error, last=last)
+            self._failed(trainer, failed, error, **which)
 
     def _failed(
         self,

@@ -304,10 +304,6 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
         )  # fmt: skip
 
 
-# of torchmetrics' running means: the place of the next value in the window
-_COUNTERS = ("_num_vals_seen",)
-
-
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
 
@@ -319,9 +315,9 @@ def _state_of(metric: Metric) -> dict[str, Any]:
     others = {
         key: value
         for key, value in vars(metric).items()
-        if isinstance(value, Tensor) and key[0] != "_"
+        # a running mean's place of the next value in the window
+        if (isinstance(value, Tensor) and key[0] != "_") or key == "_num_vals_seen"
     }
-    others |= {key: vars(metric)[key] for key in _COUNTERS if key in vars(metric)}
     return others | metric.metric_state
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from armature.errors import error_line
@@ -26,7 +27,7 @@ OF_THE_START = ("on_fit_start", "on_train_start", HOOK)
 
 def users_hooks(trainer: Any, *names: str) -> list[tuple[Any, Callable[[], Any]]]:
     """Return the hooks of these names that users wrote, with their owners, in the order in which
-    Lightning calls them.
+    Lightning calls them; also those of Lightning's averages, which replace weights.
     """
     module = trainer.lightning_module
     found = []
@@ -37,7 +38,8 @@ def users_hooks(trainer: Any, *names: str) -> list[tuple[Any, Callable[[], Any]]
         hooks.append((module, partial(getattr(module, name))))
         for owner, hook in hooks:
             module_name = getattr(hook.func, "__module__", "")
-            if not f"{module_name}.".startswith(NOT_USERS):  # these save what they need
+            averages = module_name == WeightAveraging.__module__
+            if averages or not f"{module_name}.".startswith(NOT_USERS):  # these save what they need
                 found.append((owner, hook))
     return found
 

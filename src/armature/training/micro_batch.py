@@ -10,7 +10,6 @@ import traceback
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
@@ -32,20 +31,15 @@ def smaller(
     validation, whose batches are of data.eval_batch_size.
     """
     codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    in_step = EpochLoop.advance.__code__ in codes or any(
-        code.co_name == "_compute_reference" for code in codes
-    )
-    fits = trainer.state.fn == TrainerFn.FITTING and in_step
     if not (
         micro_batch.is_auto(cfg)
-        and fits
+        and EpochLoop.advance.__code__ in codes
         and is_out_of_memory(error)
         and module.automatic_optimization
     ):
         return None
     batches = feed_of(trainer).batches
-    size = micro_batch.smaller(cfg, batches)
-    if size is None:
+    if (size := micro_batch.smaller(cfg, batches)) is None:
         return None
     run_dir.record_micro_batch_size(Path(cfg.run.dir), size)
     where, peak = place(trainer), peak_bytes(trainer)

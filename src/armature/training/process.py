@@ -45,21 +45,19 @@ def quiet() -> None:
     """Silence warnings about things we do on purpose."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # torchmetrics has reduced them already
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    warnings.filterwarnings("ignore", message="The `srun` command is available")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-    # norms of each head's queries and keys, whose weights stay in fp32 under autocast
-    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-    )
-    # ours is resumable: the sampler knows its position
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    # the order of an evaluation is drawn once
-    warnings.filterwarnings("ignore", message=".*sampler has shuffling enabled.*")
+    for message in (
+        ".*does not have many workers.*",
+        ".*sync_dist=True.*",  # torchmetrics has reduced them already
+        "The `srun` command is available",
+        ".*LeafSpec.*is deprecated.*",
+        # norms of each head's queries and keys, whose weights stay in fp32 under autocast
+        "Mismatch dtype between input and weight",
+        "torch.distributed is disabled, unavailable or uninitialized",
+        ".*dataloader is not resumable.*",  # ours is: the sampler knows its position
+        ".*is smaller than the logging interval.*",
+        ".*sampler has shuffling enabled.*",  # the order of an evaluation is drawn once
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:

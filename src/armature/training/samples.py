@@ -106,7 +106,7 @@ class Samples(L.Callback):
         last = self.planned_steps is not None and completed_batches(trainer) >= self.planned_steps
         preview = preview_of(pl_module)
         if self._due and preview is not None and not last:
-            self._try(lambda: self.write_text(trainer, _alone(preview)))
+            self._try(lambda: self.write_text(trainer, preview()))
         self._due = False
 
     def write_text(self, trainer: L.Trainer, text: Any) -> None:
@@ -122,7 +122,7 @@ class Samples(L.Callback):
         """
         few = {name: value[:IMAGES] for name, value in batch.items()}
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
-            predicted = _alone(lambda: module.predict_step(few, 0))
+            predicted = module.predict_step(few, 0)
         if isinstance(predicted, dict) and "class" in predicted:
             names = feed_of(trainer).assets.class_names
             shown = image_rows(few["inputs"], few.get("targets"), predicted["class"], names)
@@ -142,20 +142,21 @@ class Samples(L.Callback):
             file.write(masked(json.dumps(row, default=str)) + "\n")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Do what the run does not depend on."""
+        """Do what the run does not depend on, and without a trace in its random streams."""
         if not self.cfg.run.report:
             return
         started = time.monotonic()
-        try:
-            work()
-        except Exception as error:
-            if not self._failed:
-                log.warning(
-                    "%s lacks a part: %s. Training does not need it.",
-                    report.NAME,
-                    error_line(error),
-                )
-            self._failed = True
+        with isolate_rng():
+            try:
+                work()
+            except Exception as error:
+                if not self._failed:
+                    log.warning(
+                        "%s lacks a part: %s. Training does not need it.",
+                        report.NAME,
+                        error_line(error),
+                    )
+                self._failed = True
         self._spent += time.monotonic() - started
 
 
@@ -167,12 +168,6 @@ def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:
     except TypeError:  # none, or no method
         return None
     return preview
-
-
-def _alone(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns, without a trace in the random streams of the run."""
-    with isolate_rng():
-        return work()
 
 
 def shows_images(module: L.LightningModule, batch: Any) -> bool:

@@ -8,12 +8,9 @@ validates anew, from the state that `Before` has kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 
 from armature.parallel import randomness
 from armature.training import epoch_metrics, epoch_start, user_state
@@ -46,11 +43,11 @@ class Before:
 
 def _end(trainer: Any) -> None:
     """Call the hooks of the end."""
-    starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
+    starting = {id(owner) for owner, _ in epoch_start.users_hooks(trainer, *_START)}
     ending = [
         (owner, name, hook)
         for name in _END
-        for owner, hook in _hooks(trainer, name)
+        for owner, hook in epoch_start.users_hooks(trainer, name)
         if id(owner) in starting
     ]
     if not ending:
@@ -63,16 +60,3 @@ def _end(trainer: Any) -> None:
             "this stop holds the "
             "replaced ones.",
         )
-
-
-def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
-    averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
-    found = [
-        (each, partial(getattr(each, name), trainer, trainer.lightning_module))
-        for each in averaging
-    ]
-    known = {id(each) for each in averaging}
-    return [
-        *found,
-        *(each for each in epoch_start.users_hooks(trainer, name) if id(each[0]) not in known),
-    ]

@@ -83,8 +83,7 @@ def attended_share(args: Mapping[str, Any]) -> float:
     """Return the share of the context that a position attends to, as a mean of all blocks; 1: no
     windows.
     """
-    windows, context = args.get("windows"), args["context"]
-    windows = [windows] if windows is None or isinstance(windows, int) else windows
+    windows, context = windows_of(args.get("windows"), layers=args["layers"]), args["context"]
     return sum(min(window or context, context) for window in windows) / (len(windows) * context)
 
 

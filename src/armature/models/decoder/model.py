@@ -110,10 +110,10 @@ class Attention(nn.Module):
 
     def __init__(
         self, width: int, *, heads: int, kv_heads: int, qk_norm: bool | str, norm_eps: float,
-        head_dim: int | None = None, bias: bool = False, window: int | None = None,
+        head_dim: int, bias: bool, window: int | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.head_dim, self.window = head_dim or width // heads, window
+        self.head_dim, self.window = head_dim, window
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
         self.q = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
@@ -156,35 +156,15 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block. Its further options are those of `Attention`."""
 
     def __init__(
-        self,
-        width: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        ffn_hidden: int,
-        norm_eps: float,
-        qk_norm: bool | str,
-        dropout: float,
-        head_dim: int | None = None,
-        bias: bool = False,
-        window: int | None = None,
+        self, width: int, *, ffn_hidden: int, norm_eps: float, dropout: float, **attention: Any
     ) -> None:
         super().__init__()
         self.dropout = dropout
         self.attention_norm = nn.RMSNorm(width, eps=norm_eps)
-        self.attention = Attention(
-            width,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            bias=bias,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-            window=window,
-        )
+        self.attention = Attention(width, norm_eps=norm_eps, **attention)
         self.ffn_norm = nn.RMSNorm(width, eps=norm_eps)
         self.ffn = FeedForward(width, hidden=ffn_hidden)
 
@@ -296,14 +276,9 @@ class Decoder(nn.Module):
         T, D).
         """
         start = 0 if cache is None else cache.length
-        if self.embed is not None and start + inputs.shape[1] > self.context:
-            raise ValueError(
-                f"{start + inputs.shape[1]} positions do not fit in model.context={self.context}"
-            )
-        if cache is not None and start + inputs.shape[1] > (cache.positions or self.context):
-            raise ValueError(
-                f"{start + inputs.shape[1]} positions do not fit in the cache's {cache.positions}"
-            )
+        end, room = start + inputs.shape[1], (cache and cache.positions) or self.context
+        if end > room:
+            raise ValueError(f"{end} positions do not fit in {room} (model.context={self.context})")
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
         masks: dict[int | None, Tensor] | dict[int | None, BlockMask] = {}

@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         *,
         experts: int,
         active: int,
-        hidden: int,
+        expert_hidden: int,
         shared_hidden: int | None,
         score: str,
         normalized: bool,
@@ -138,7 +138,7 @@ class Mixture(nn.Module):
             balance_rate,
         )
         self.router = Router(width, experts, bias=False)
-        self.experts = Experts(width, experts=experts, hidden=hidden)
+        self.experts = Experts(width, experts=experts, hidden=expert_hidden)
         self.experts.used_share = active / experts
         self.shared = None if shared_hidden is None else FeedForward(width, hidden=shared_hidden)
         # a real tensor, also while parameters are on the meta device; fp32, also where the default

@@ -71,18 +71,7 @@ class MixtureDecoder(Decoder):
         own = {k: v for k, v in locals().items() if k not in ("self", "__class__", "sizes")}
         if found := problems({**sizes, **own}):
             raise ValueError("; ".join(found))
-        self._dense_layers, self._mixture = (
-            dense_layers,
-            {
-                "experts": experts,
-                "active": active,
-                "hidden": expert_hidden,
-                "shared_hidden": shared_hidden,
-                "score": score,
-                "normalized": normalized,
-                "balance_rate": balance_rate,
-            },
-        )
+        self._dense_layers, self._mixture = own.pop("dense_layers"), own
         super().__init__(**sizes)
         self.experts = experts
         self.load_LE: Tensor | None = None
@@ -136,8 +125,8 @@ class MixtureDecoder(Decoder):
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         """Return the decoder's count, in which a token's own experts are matrices like others."""
-        options = self._mixture
-        active = 3 * options["active"] * options["hidden"] * self.width * len(self.mixtures())
+        used = self._mixture["active"] * self._mixture["expert_hidden"]
+        active = 3 * used * self.width * len(self.mixtures())
         return super().flops_per_sample(inputs) + 6.0 * active * inputs[0].numel()
 
     @by_rows
