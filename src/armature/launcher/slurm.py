@@ -45,6 +45,11 @@ def join(cfg: DictConfig) -> None:
             f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
+    if not re.fullmatch(r"\d+(\(x\d+\))?", per_node):
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset "
+            "SLURM_STEP_ID."
+        )
     on_node, nodes = int(per_node.split("(")[0]), environment.number("SLURM_STEP_NUM_NODES", 1)
     if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
