@@ -105,7 +105,7 @@ def test_sound_arguments_are_accepted(node):
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"_target_": "sample.net.Net", "widht": 3}, ["node.widht", "Did you mean 'width'?"]),
+        ({"_target_": "sample.net.Net", "widht": 3}, ["node.widht", "Did you mean 'node.width'?"]),
         ({"_target_": "sample.net.Net", "width": "three"}, ["node.width='three'", "int"]),
         ({"_target_": "sample.net.Net", "width": True}, ["node.width=True", "int"]),
         ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
@@ -150,7 +150,7 @@ def test_sound_arguments_are_accepted(node):
         ),
         (
             {"_target_": "sample.net.MixedMore", "etaa": 1},
-            ["takes no argument 'etaa'", "Did you mean 'eta'?"],
+            ["takes no argument 'etaa'", "Did you mean 'node.eta'?"],
         ),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
         (

@@ -212,14 +212,11 @@ def _missing_problems(cfg: DictConfig) -> list[str]:
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Return the keys that `+` added to the core's own groups."""
-    problems = []
-    for key in values.unknown(unresolved(cfg)):
-        remedy = foreign_keys.remedy(key)
-        hint = (
-            f" {remedy}" if remedy else foreign_keys.nearest(key, [*values.OF_CORE, *values.GROUPS])
-        )
-        problems.append(f"{key}: there is no such key.{hint}")
-    return problems
+    known = [*values.OF_CORE, *values.GROUPS]
+    return [
+        f"{key}: there is no such key.{foreign_keys.hint(key, '…', known)}"
+        for key in values.unknown(unresolved(cfg))
+    ]
 
 
 def _forget_unused_groups(cfg: DictConfig) -> None:

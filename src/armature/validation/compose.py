@@ -28,7 +28,7 @@ from armature import config
 from armature.errors import ConfigError
 from armature.project import FOLDERS
 from armature.sweeps import space
-from armature.validation import foreign_keys, values
+from armature.validation import foreign_keys, signatures, values
 from armature.validation.composing import composing
 
 MOST_VALUES = 50  # of a sweep that are tried
@@ -336,7 +336,15 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
             if wrong is not None
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
-    remedy = foreign_keys.remedy(key, value, known=known)
+    holder, _, last = key.rpartition(".")
+    node = OmegaConf.select(cfg, holder) if holder else None
+    target = str(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else ""
+    # the class may take an argument that the option's file does not name
+    takes = _arguments(target)
+    if key not in known and last in takes:
+        return f"{override}: there is no key '{key}', but {target} takes it. Type +{override}."
+    known += [f"{holder}.{each}" for each in takes]
+    remedy = foreign_keys.remedy(key, value)
     # the template's module
     if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:
         remedy = f"Type {of_task}={value}."
@@ -367,11 +375,8 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    add = ""  # the class may take an argument that the option's file does not name
-    holder, _, last = key.rpartition(".")
-    node = OmegaConf.select(cfg, holder) if holder else None
-    is_open = group in config.OPEN or (isinstance(node, DictConfig) and "_target_" in node)
-    if is_open and name and not override.startswith("+"):
+    add = ""
+    if (group in config.OPEN or target) and name and not override.startswith("+"):
         add = f" To add it, type +{override}."
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
@@ -379,6 +384,13 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
+
+
+def _arguments(target: str) -> list[str]:
+    """Return what a class takes that is not ours; the files of ours name all."""
+    with suppress(ConfigError):  # a module that cannot be imported
+        return [] if target.startswith("armature.") else [*signatures.parameters_of(target)]
+    return []
 
 
 def _candidates(group: str, word: str) -> list[str]:
@@ -415,8 +427,7 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
         group, _, option = missing.rpartition("/")
-        remedy = foreign_keys.remedy(group, option)
-        hint = f" {remedy}" if remedy else foreign_keys.nearest(option, error.options or ())
+        hint = foreign_keys.hint(group, option, error.options or (), word=option)
         return f"{where}: there is no '{missing}'.{hint}"
     read = read if file.parent.name in GLOBAL else {file.parent.name: read}
     cause = error.__cause__ or error.__context__
@@ -425,9 +436,7 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         unknown = {str(cause.full_key): "…"}  # of a file that this one names
     found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
     for key, value in unknown.items():
-        hint = foreign_keys.remedy(key, value, known=known)
-        hint = f" {hint}" if hint else foreign_keys.nearest(key, known)
-        found.append(f"there is no key '{key}'.{hint}")
+        found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
     if found:
         return f"{where}: {' And '.join(found)}"
     said = plain_text(error).rstrip(".")

@@ -127,20 +127,13 @@ _OPPOSITES = (
     ({"gpu", "cuda"}, {"cpu", "mps"}),
     ({"min"}, {"max"}),
 )
-_OWN_DATA = "data.global_batch_size"  # a key of our data modules
 
 
-def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,)) -> str | None:
+def remedy(key: str, value: str = "…") -> str | None:
     """Return the sentence that says what to type instead of a key (or group) with that value, or
     None.
-
-    Args:
-        known: keys of the configuration. A data module of the user's may have a batch_size without
-            a plus.
     """
     parts = key.split(".")
-    if parts[0] == "data" and _OWN_DATA not in known:
-        return None
     below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
     items = (
         re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
@@ -156,6 +149,12 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
         return None
     found = found.replace("{value}", value).replace("{items}", ",".join(items))
     return found.replace("{count}", str(len(items))).rstrip("….") + "."
+
+
+def hint(key: str, value: str, known: Iterable[str], *, word: str | None = None) -> str:
+    """Return `remedy`, or else the key of `known` that is nearest to `word`, or the key."""
+    found = remedy(key, value)
+    return f" {found}" if found else nearest(word or key, known)
 
 
 def ineffective(overrides: list[str]) -> list[str]:
