@@ -238,9 +238,11 @@ FILES = {
         "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
         "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
-    "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
-        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
-        "…}}."
+    "# @package _global_\nmodel: gpt_nano\ncallbacks: [{_target_: a.B}]\ntrainer.max_steps: 5\n": (
+        "model: it is gpt_nano, where keys belong. Write '- override /model: gpt_nano' in its "
+        "defaults list. And callbacks: it is [{_target_: a.B}], where keys belong. Write "
+        "callbacks: {NAME: {_target_: …}}. And trainer.max_steps: a file has no dotted keys. Write "
+        "trainer: {max_steps: 5}."
     ),
     "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark",
     "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",

@@ -37,7 +37,6 @@ checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope
 checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true
 checkpoint.monitor=abc optimizer.precision=fp16
 logger.tensorboard.save_dir=5 logger.tensorboard.version=1.5
-task=[] model=[1] scheduler=[1]
 launch.hang_timeout=nan launch.hang_timeout=1e20 launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
 launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=100000000

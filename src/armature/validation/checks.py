@@ -62,7 +62,7 @@ def check(
     """
     values.hide_secrets(cfg)
     try:
-        if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
+        if problems := _missing_problems(cfg) + _unknown_problems(cfg):
             raise ConfigError(problems)
         if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
@@ -187,19 +187,6 @@ def for_this_machine(cfg: DictConfig) -> DictConfig:
 
 def plain(node: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
-
-
-def _group_problems(cfg: DictConfig) -> list[str]:
-    """Return the groups that are lists."""
-    raw, found = unresolved(cfg), []
-    for name in OF_ONE_CLASS:
-        # scheduler=null arrives as []
-        if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):
-            found.append(
-                f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of "
-                f"configs/{name}/."
-            )
-    return found
 
 
 def _missing_problems(cfg: DictConfig) -> list[str]:

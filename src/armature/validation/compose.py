@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -436,7 +436,11 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         unknown = {str(cause.full_key): "…"}  # of a file that this one names
     found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
     for key, value in unknown.items():
-        found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
+        if "." in key and key in read:
+            nested = f"{key}: {value}{'}' * key.count('.')}".replace(".", ": {", key.count("."))
+            found.append(f"{key}: a file has no dotted keys. Write {nested}.")
+        else:
+            found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
     if found:
         return f"{where}: {' And '.join(found)}"
     said = plain_text(error).rstrip(".")
@@ -456,13 +460,13 @@ def _content(file: Path) -> Any:
 def _no_groups(read: dict[str, Any]) -> list[str]:
     """Return the groups that a file makes something else."""
     found = []
-    names = {f.name for f in fields(config.Config) if is_dataclass(f.type)}
-    for key in sorted({*names, *config.OPEN, *config.OF_ONE_CLASS} & read.keys()):
-        if not isinstance(value := read[key], dict) and value is not None:
-            form = "{NAME: {_target_: …}}" if key in config.OPEN else "{KEY: VALUE}"
-            found.append(
-                f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
-            )
+    for key, kind in values.GROUPS.items():
+        value = read.get(key)
+        if (kind is config.Keys or is_dataclass(kind)) and not isinstance(value, dict | None):
+            instead = f"'- override /{key}: {_as_typed(value)}' in its defaults list"
+            if "{" in str(value):
+                instead = f"{key}: {{NAME: {{_target_: …}}}}"
+            found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {instead}.")
     return found
 
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, get_args
+from typing import get_args
 
-from armature.config import Config
+from armature.config import Config, Keys
 
 _BATCH = (
     "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or "
@@ -191,7 +191,7 @@ def removals(overrides: Iterable[str]) -> list[str]:
             instead = f"Type {key}=null"
         else:
             instead = f"Remove {override}" + (
-                f"; {key}=NAME chooses another option" if kind is Any and not name else ""
+                f"; {key}=NAME chooses another option" if kind is Keys and not name else ""
             )
         found.append(f"{override}: no run is without {key}. {instead}.")
     return found
