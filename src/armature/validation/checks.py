@@ -113,9 +113,10 @@ def _checked(
     cfg: DictConfig, *, prepare: bool, open_data: bool, overrides: Sequence[str]
 ) -> DictConfig:
     signatures.allow(cfg.launch.allowed_packages)
-    if problems := lightning_parts.misplaced_problems(cfg):
-        raise ConfigError(problems)
-    _forget_unused_groups(cfg)
+    if OmegaConf.select(cfg, "task._target_") is not None:
+        if problems := lightning_parts.misplaced_problems(cfg):
+            raise ConfigError(problems)
+        _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
     cfg = pretrained.fill(values.written_out(cfg))
@@ -210,8 +211,6 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
     """Replace a group that the task does not take, if it refers to keys that these data do not
     have.
     """
-    if OmegaConf.select(cfg, "task._target_") is None:
-        return
     for name in signatures.unused(cfg.task):
         try:
             _ = None if cfg[name] is None else plain(cfg[name])

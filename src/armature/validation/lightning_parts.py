@@ -36,25 +36,14 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
     """Return the keys of the task that a file, such as an experiment, sets in a group that the task
     does not take.
     """
-    if OmegaConf.select(cfg, "task._target_") is None:
-        return []
-    found = []
-    for group in signatures.unused(cfg.task):
-        node = cfg[group]
-        if not isinstance(node, DictConfig):
-            continue
-        taken = signatures.parameters_of(str(node.get("_target_")))
-        own = [
-            str(key)
-            for key in node
-            if key not in signatures.HYDRA_KEYS and key not in taken and key in cfg.task
-        ]
-        found += [
-            f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} "
-            f"is its own. In the experiment, write {key} below task: instead of below {group}:."
-            for key in own
-        ]
-    return found
+    return [
+        f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} is "
+        f"its own. In the experiment, write {key} below task: instead of below {group}:."
+        for group in signatures.unused(cfg.task)
+        for taken in [signatures.parameters_of(str((cfg[group] or {}).get("_target_")))]
+        for key in cfg[group] or ()
+        if key in cfg.task and key not in (*signatures.HYDRA_KEYS, *taken)
+    ]
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
