@@ -67,15 +67,14 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                 failed.append((each, MissingConfigException("")))
             else:
                 sound.append(each)
-        if isinstance(_composed((*sound,)), Exception):
-            if isinstance(problem := _composed(()), Exception):
-                return [f"The configuration files do not compose: {plain_text(problem)}"]
-            options, sound = sound, []
-            for each in options:
-                if isinstance(problem := _composed((*sound, each)), Exception):
-                    failed.append((each, problem))
-                else:
-                    sound.append(each)
+        if isinstance(problem := _composed(()), Exception):
+            return [f"The configuration files do not compose: {plain_text(problem)}"]
+        options, sound = sound, []
+        for each in options:
+            if isinstance(problem := _composed((*sound, each)), Exception):
+                failed.append((each, problem))
+            else:
+                sound.append(each)
         cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
             if (problem := apply(cfg, parsed)) is not None:
@@ -89,10 +88,9 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
             "written."
         ]
     if isinstance(error, MissingConfigException) and not problems:
-        first = plain_text(error).partition(".")[0]
         return [
-            f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path "
-            "(configs/), or neither."
+            f"{plain_text(error).partition('.')[0]}. Type --config-name=NAME with a file "
+            "NAME.yaml of the folder --config-path (configs/), or neither."
         ]
     return problems or [plain_text(error)]
 
@@ -116,15 +114,16 @@ def parse_override(override: str) -> Override | None:
 
 
 def of_no_form(override: str) -> str:
-    form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
-    return f"{override}: this is not of the form {form}."
+    return (
+        f"{override}: this is not of the form key=value (quote values that hold spaces or commas: "
+        "'key=\"a b\"')."
+    )
 
 
 def _several(override: str) -> str:
-    one = override.split(",")[0]
     return (
         f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, "
-        f"as in {one}."
+        f"as in {override.split(',')[0]}."
     )
 
 
@@ -375,14 +374,12 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    add = ""
-    if (group in config.OPEN or target) and name and not override.startswith("+"):
-        add = f" To add it, type +{override}."
+    adds = (group in config.OPEN or target) and name and not override.startswith("+")
+    add = f" To add it, type +{override}." if adds else ""
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
+        return f"{override}: there is no key '{key}' here, but with {' or '.join(having)}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
@@ -443,11 +440,12 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
             found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
     if found:
         return f"{where}: {' And '.join(found)}"
+    form = (  # Hydra cannot make sense of the defaults list
+        " Write '- override /GROUP: NAME' for a group of configs/, as in "
+        "'- override /model: example'."
+    )
     said = plain_text(error).rstrip(".")
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{where}: {said}."
-    form = "as in '- override /model: example'"  # Hydra cannot make sense of the defaults list
-    return f"{where}: {said}. Write '- override /GROUP: NAME' for a group of configs/, {form}."
+    return f"{where}: {said}.{'' if isinstance(cause, OmegaConfBaseException) else form}"
 
 
 def _content(file: Path) -> Any:

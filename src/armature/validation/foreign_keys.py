@@ -138,13 +138,10 @@ def remedy(key: str, value: str = "…") -> str | None:
     items = (
         re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
     )
-    several = items and not value.isdigit()
-    kind = "[…]" if several else value.lower()
-    found = next(
-        (FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None
-    )
-    if key == "trainer.strategy":
-        found = FOREIGN.get(f"strategy={value}", found)
+    kind = "[…]" if items and not value.isdigit() else value.lower()
+    typed = f"{key}={kind}"  # trainer.strategy=NAME is answered as strategy=NAME
+    names = (typed, typed.removeprefix("trainer."), key, *below)
+    found = next((FOREIGN[name] for name in names if name in FOREIGN), None)
     if found is None:
         return None
     found = found.replace("{value}", value).replace("{items}", ",".join(items))

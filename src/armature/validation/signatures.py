@@ -10,7 +10,6 @@ import difflib
 import dis
 import importlib
 import inspect
-import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from omegaconf import OmegaConf
 
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError, error_line, place_of
 from armature.project import SOURCES, config_file
 from armature.validation import foreign_keys
 
@@ -103,8 +102,7 @@ def _imported(module: str) -> ModuleType | None:
 def _place(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
+    return place_of(error)
 
 
 def near_definition(target: str) -> str:

@@ -11,7 +11,6 @@ module merely imported is no way around the rules. The user's own packages in sr
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -229,9 +228,7 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
             )
         known = package in sys.modules or importlib.util.find_spec(package) is not None
         if not known or package == SOURCES.name:
-            near = difflib.get_close_matches(package, allowed, n=1, cutoff=0.7)
-            hint = f" Did you mean '{near[0]}{target.removeprefix(package)}'?" if near else ""
-            return f"{what}: there is no package '{package}'.{_own(path, target) or hint}"
+            return f"{what}: there is no package '{package}'.{_own(path, target)}"
         return (
             f"{what}: only packages in launch.allowed_packages may be called "
             f"({', '.join(allowed)}). If you trust it: "
