@@ -78,7 +78,12 @@ CASES = {
         ["checkpoint.root=s4://bucket"],
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
-    "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
+    "a key that another option has": (["data.path=long.txt"], ["but with", "data=text"]),
+    "an option of several": (["callbacks=[ema,nope]"], ["callbacks has no option 'nope'."]),
+    "an argument that no file names": (
+        ["optimizer=sgd", "optimizer.maximize=true"],
+        ["torch.optim.SGD takes it. Type +optimizer.maximize=true."],
+    ),
     "nothing to go on from": (
         [
             "data=text",
@@ -125,6 +130,7 @@ CASES = {
         ["-m", "seed=0,1", "hydra/launcher=nope"],
         ["1 problem:", "hydra/launcher/nope"],
     ),
+    "more GPUs than there are": (["trainer.accelerator=gpu", "trainer.devices=99"], ["trainer."]),
     "beside a sweep": (["-m", "seed=0,1", "model.heads=3"], ["1 problem:", "model.heads=3"]),
 }
 
@@ -212,21 +218,20 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
 
 
 @pytest.mark.guarantee
-def test_several_mistakes_are_told_together(folder):
-    typed = ["trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", "optimizer.lr=-1"]
-    refused(typed, "4 problems", "trainer.devces", "dpp", "many", "lr=-1", cwd=folder)
-
-
-@pytest.mark.guarantee
-def test_several_mistakes_of_the_second_kind_are_told_together(folder):
-    typed = ["trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb"]
-    refused(typed, "4 problems", cwd=folder, HOME=str(folder))
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "trainer.devces=2 strategy=dpp trainer.max_steps=many optimizer.lr=-1",
+        "trainer.precision=bf16 +model.dept=3 resume=nowhere logger=wandb",
+    ],
+)
+def test_several_mistakes_are_told_together(typed, folder):
+    words = [each.lstrip("+").partition("=")[0] for each in typed.split()]
+    refused(typed.split(), "4 problems", *words, cwd=folder, HOME=str(folder))
 
 
 FILES = {
     "seed: 1\n": "its first line must be '# @package _global_', and is 'seed: 1'",
-    "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean "
-    "'trainer.max_steps'?",
     "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you "
     "mean 'gpt_nano'?",
     "# @package _global_\ntags: [a, b]\ntrainer: {min_epochs: 3, max_stps: 3}\n": (
@@ -234,9 +239,11 @@ FILES = {
         "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
         "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
-    "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
-        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
-        "…}}."
+    "# @package _global_\nmodel: gpt_nano\ncallbacks: [{_target_: a.B}]\ntrainer.max_steps: 5\n": (
+        "model: it is gpt_nano, where keys belong. Write '- override /model: gpt_nano' in its "
+        "defaults list. And callbacks: it is [{_target_: a.B}], where keys belong. Write "
+        "callbacks: {NAME: {_target_: …}}. And trainer.max_steps: a file has no dotted keys. Write "
+        "trainer: {max_steps: 5}."
     ),
     "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark",
     "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",
@@ -267,12 +274,10 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
         "# @package _global_\ntrainer: {max_stps: 3}\n"
     )
     searched = searching(tmp_path / "own")
-    (problem,) = explain(Exception(), [searched, "experiment=mine"])
     expected = (
         "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. "
-        "Did you mean"
+        "Did you mean 'trainer.max_steps'?"
     )
-    assert problem.startswith(expected)
     (problem,) = explain(Exception(), [searched, "experiment=main"])
     assert "Did you mean 'mine'?" in problem
     refused(["--config-dir", str(tmp_path / "own"), "experiment=mine"], expected, cwd=folder)
@@ -291,10 +296,6 @@ def test_values_of_a_sweep_are_typed_by_their_keys():
 def test_data_larger_than_memory(tmp_path, key):
     typed = ["experiment=example", "run.name=big", f"data.{key}=1000000000000"]
     refused(typed, "cannot hold the", "Type smaller sizes", cwd=tmp_path)
-
-
-def test_more_gpus_than_there_are(folder):
-    refused(["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.", cwd=folder)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")

@@ -37,7 +37,6 @@ checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope
 checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true
 checkpoint.monitor=abc optimizer.precision=fp16
 logger.tensorboard.save_dir=5 logger.tensorboard.version=1.5
-task=[] model=[1] scheduler=[1]
 launch.hang_timeout=nan launch.hang_timeout=1e20 launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
 launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=100000000
@@ -52,6 +51,7 @@ data.num_workers=100000 data.global_batch_size=1000000000000 trainer.devices=100
 """)
 OF_ANOTHER_FORM = words("""
 run.tags={a:1} run.tags=[a,[b]] run.tags=[a,{b:1}] run.tags=['']
+debug=True
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5
 logger=5 ~run +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
 ~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={}
@@ -371,13 +371,6 @@ def test_what_a_constructor_refuses_is_named_by_its_key():
         instantiate(bug.a)
 
 
-def test_a_group_s_option_that_is_no_word_is_refused_by_every_script():
-    with pytest.raises(
-        ConfigError, match=r"debug=True: debug has no option 'True'\. Type debug=fast"
-    ):
-        cli.compose(["debug=True"])
-
-
 @pytest.mark.parametrize("content", [b"KEY=\xff\xfe", b"KEY=a\0b"])
 def test_an_environment_file_that_is_no_text_is_named(content, tmp_path, capsys):
     (tmp_path / ".env").write_bytes(content)
@@ -427,11 +420,19 @@ def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
     ]
 
 
-def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mine.model.Net", "src/mine is no package. Add an empty file: touch src/mine/__init__.py"),
+        ("model.Net", "there is no package 'model'. Type task._target_=mine.model.Net."),
+    ],
+)
+def test_a_class_of_the_user_s_that_is_not_found_is_named(target, said, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.py").write_text("\nclass Net(Module):\n")
     monkeypatch.setattr(targets, "SOURCES", tmp_path)
-    (found,) = targets.problems({"task": {"_target_": "mine.model.Net"}}, ["armature"])
-    assert found.endswith("src/mine is no package. Add an empty file: touch src/mine/__init__.py")
+    (found,) = targets.problems({"task": {"_target_": target}}, ["armature"])
+    assert found.endswith(said)
 
 
 @pytest.mark.guarantee
@@ -477,12 +478,3 @@ def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
 )
 def test_what_to_type_instead_is_said(typed, expected):
     assert problems_of("experiment=example", *typed) == [expected]
-
-
-def test_of_several_options_only_those_that_are_lacking_are_named():
-    (problem,) = problems_of("callbacks=[ema,nope]")
-    assert problem.startswith("callbacks=[ema,nope]: callbacks has no option 'nope'.")
-
-
-def test_callbacks_may_be_removed():
-    assert problems_of("experiment=example", "~callbacks") == []

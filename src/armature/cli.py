@@ -232,9 +232,9 @@ def _run_task(task: Task, cfg: DictConfig) -> float | None:
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
-        text = None if full_error else brief(traceback.format_exc())
-        if text is None:
+        if full_error:
             raise
+        text = brief(traceback.format_exc())
         if sweep:
             raise RunFailed(text) from None
         print(masked(text), file=sys.stderr)

@@ -158,6 +158,10 @@ class Launch:
     ] = MISSING
 
 
+# of a group whose keys its class decides: an option's name in their place does not compose
+Keys = Annotated[dict[str, Any] | None, Any]
+
+
 @dataclass
 class Config:
     project: Project = MISSING
@@ -170,14 +174,14 @@ class Config:
     trainer: Trainer = MISSING
     checkpoint: Checkpoint = MISSING
     launch: Launch = MISSING
-    task: Any = MISSING
-    model: Any = MISSING
-    data: Any = MISSING
-    optimizer: Any = MISSING
-    scheduler: Any = MISSING
-    strategy: Any = MISSING
-    callbacks: Any = None
-    logger: Any = None
+    task: Keys = MISSING
+    model: Keys = MISSING
+    data: Keys = MISSING
+    optimizer: Keys = MISSING
+    scheduler: Keys = MISSING
+    strategy: Keys = MISSING
+    callbacks: Keys = None
+    logger: Keys = None
 
 
 def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:

@@ -135,9 +135,8 @@ LOG_NOTE = "The whole traceback is in"
 _FRAME = re.compile(r'  File "(.+)", line \d+, in .+')
 
 
-def brief(text: str, *, points: bool = True) -> str | None:
-    """Return a traceback without its lines of libraries and of this project, or None if none is the
-    user's.
+def brief(text: str, *, points: bool = True) -> str:
+    """Return a traceback without its lines of libraries and of this project.
 
     Args:
         text: of `traceback.format_exc()`.
@@ -145,9 +144,7 @@ def brief(text: str, *, points: bool = True) -> str | None:
     """
     *causes, last = re.split(f"({'|'.join(_CHAINS)})", text)
     parts = [*map(_brief_part, causes[::2]), _brief_part(last)]
-    if not any(users for users, _ in parts):
-        return None
-    shown = ["Traceback (most recent call last), of your code alone:"]
+    shown = ["Traceback (most recent call last), of your code alone:"] * any(e[0] for e in parts)
     for i, (users, message) in enumerate(parts):
         if users or i == len(parts) - 1:
             shown += [*users, message]
@@ -179,24 +176,26 @@ def is_users(file: str) -> bool:
     return not (installed or file.startswith(_OTHERS))
 
 
+def users_frames(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
+    """Return those of a traceback or a stack that are lines of the user's code."""
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
 def by_user(error: BaseException) -> bool:
     """Return whether a line of the user's code led to an error."""
-    return any(is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    return bool(users_frames(traceback.extract_tb(error.__traceback__)))
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the user's code that led to an error, or of the last line outside of
-    installed packages.
-    """
+    """Return `file:line` of the user's code that led to an error, or of its last line."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if is_users(frame.filename)]
-    place = (users or own_frames(frames))[-1]
+    place = (users_frames(frames) or frames)[-1]
     return f"{place.filename}:{place.lineno}"
 
 
 def place_of_call() -> str:
     """Return `file:line` of the user's code that is running, or "" if none is."""
-    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    frames = users_frames(traceback.extract_stack())
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

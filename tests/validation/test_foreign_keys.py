@@ -96,7 +96,7 @@ WORKS = [
     "trainer.gradient_clip_val=0.5",
     "logger=[csv,tensorboard] callbacks=none run.tags=[mnist,experiment_X] "
     "trainer.max_time=00:12:00:00",
-    "debug=overfit trainer.limit_train_batches=0.1 trainer.limit_val_batches=0.05 "
+    "~callbacks debug=overfit trainer.limit_train_batches=0.1 trainer.limit_val_batches=0.05 "
     "trainer.detect_anomaly=true",
 ]
 

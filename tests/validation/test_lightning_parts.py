@@ -60,17 +60,19 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
         checks.check(composed(*typed[:2]), prepare=False)
 
 
-def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
+def test_a_typed_key_of_a_group_that_the_task_does_not_use_is_refused():
     cfg = composed()
     with open_dict(cfg):
         cfg.task = {
             "_target_": f"{USERS}.Template",
             "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.1},
         }
-    (problem,) = lightning_parts.unused_problems(
-        cfg, ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0"]
-    )
-    assert problem == "optimizer.lr=0.2: task sets its own optimizer. Type task.optimizer.lr=0.2."
+    typed = ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0", "model.net=2"]
+    problems = lightning_parts.unused_problems(cfg, typed)
+    assert [each.partition("group ")[2] for each in problems] == [
+        "optimizer. Type task.optimizer.lr=0.2.",
+        "model. Type +task.net=2.",
+    ]
     with open_dict(cfg):
         cfg.task.optimizer.lr = "${optimizer.lr}"  # then what is typed reaches it
     assert lightning_parts.unused_problems(cfg, ["optimizer.lr=0.2"]) == []

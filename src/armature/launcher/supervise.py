@@ -434,7 +434,7 @@ def describe(
         return Failure(message, rest, is_final=True)
     if kind in (NotSaved.__name__, EndedByCode.__name__):
         return Failure(rest, rest, is_final=True)
-    text = brief(text or "", points=False) or text or failure.message
+    text = brief(text or "", points=False) or failure.message
     return Failure(
         f"rank {rank} failed with "
         f"{message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",

@@ -5,6 +5,7 @@ user's class, and memory that has run out.
 from __future__ import annotations
 
 import itertools
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users
+from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users, users_frames
 from armature.hardware import peak_resident_memory
 from armature.launcher import environment
 from armature.parallel.gradients import local_part
@@ -81,20 +82,27 @@ class RecordError(L.Callback):
 
 def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
     """Return what Lightning refuses in a user's class, as one message: its own traceback often has
-    no line of the user's. None for other errors, whose traceback is shown.
+    no line of the user's. None for other errors, whose traceback is shown; one without a line of
+    the user's gets a note.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ConfigError) or not frames:
         return None
     last = frames[-1]
-    raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
-    if not raised and not isinstance(error, MisconfigurationException):
-        return None
     # not the call of trainer.fit
     within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
-    own = [frame for frame in within if is_users(frame.filename)]
+    own = users_frames(within)
+    raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
+    kind = type(module).__name__
+    if not raised and not isinstance(error, MisconfigurationException):
+        names = [frame.name.strip("_") for frame in frames]
+        hooks = [name for name in names if hasattr(L.LightningModule, name)]
+        if hooks and not own and not getattr(error, "__notes__", None):
+            error.add_note(f"No line of your code raised it: {kind} was in {hooks[-1]}.")
+        return None
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return ConfigError(f"{type(module).__name__}{place}: {error}")
+    text = re.sub(r"tensor\([^()]*\)", "tensor(…)", str(error))  # each number of it
+    return ConfigError(f"{kind}{place}: {text}")
 
 
 # ------------------------------------------------------------------- memory that has run out

@@ -62,7 +62,7 @@ def check(
     """
     values.hide_secrets(cfg)
     try:
-        if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
+        if problems := _missing_problems(cfg) + _unknown_problems(cfg):
             raise ConfigError(problems)
         if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
@@ -113,9 +113,10 @@ def _checked(
     cfg: DictConfig, *, prepare: bool, open_data: bool, overrides: Sequence[str]
 ) -> DictConfig:
     signatures.allow(cfg.launch.allowed_packages)
-    if problems := lightning_parts.misplaced_problems(cfg):
-        raise ConfigError(problems)
-    _forget_unused_groups(cfg)
+    if OmegaConf.select(cfg, "task._target_") is not None:
+        if problems := lightning_parts.misplaced_problems(cfg):
+            raise ConfigError(problems)
+        _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
     cfg = pretrained.fill(values.written_out(cfg))
@@ -189,19 +190,6 @@ def plain(node: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
 
 
-def _group_problems(cfg: DictConfig) -> list[str]:
-    """Return the groups that are lists."""
-    raw, found = unresolved(cfg), []
-    for name in OF_ONE_CLASS:
-        # scheduler=null arrives as []
-        if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):
-            found.append(
-                f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of "
-                f"configs/{name}/."
-            )
-    return found
-
-
 def _missing_problems(cfg: DictConfig) -> list[str]:
     return [
         f"{path}: a value is required. Type {path}=…"
@@ -212,22 +200,17 @@ def _missing_problems(cfg: DictConfig) -> list[str]:
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Return the keys that `+` added to the core's own groups."""
-    problems = []
-    for key in values.unknown(unresolved(cfg)):
-        remedy = foreign_keys.remedy(key)
-        hint = (
-            f" {remedy}" if remedy else foreign_keys.nearest(key, [*values.OF_CORE, *values.GROUPS])
-        )
-        problems.append(f"{key}: there is no such key.{hint}")
-    return problems
+    known = [*values.OF_CORE, *values.GROUPS]
+    return [
+        f"{key}: there is no such key.{foreign_keys.hint(key, '…', known)}"
+        for key in values.unknown(unresolved(cfg))
+    ]
 
 
 def _forget_unused_groups(cfg: DictConfig) -> None:
     """Replace a group that the task does not take, if it refers to keys that these data do not
     have.
     """
-    if OmegaConf.select(cfg, "task._target_") is None:
-        return
     for name in signatures.unused(cfg.task):
         try:
             _ = None if cfg[name] is None else plain(cfg[name])

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from armature import config
 from armature.errors import ConfigError
 from armature.project import FOLDERS
 from armature.sweeps import space
-from armature.validation import foreign_keys, values
+from armature.validation import foreign_keys, signatures, values
 from armature.validation.composing import composing
 
 MOST_VALUES = 50  # of a sweep that are tried
@@ -67,15 +67,14 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                 failed.append((each, MissingConfigException("")))
             else:
                 sound.append(each)
-        if isinstance(_composed((*sound,)), Exception):
-            if isinstance(problem := _composed(()), Exception):
-                return [f"The configuration files do not compose: {plain_text(problem)}"]
-            options, sound = sound, []
-            for each in options:
-                if isinstance(problem := _composed((*sound, each)), Exception):
-                    failed.append((each, problem))
-                else:
-                    sound.append(each)
+        if isinstance(problem := _composed(()), Exception):
+            return [f"The configuration files do not compose: {plain_text(problem)}"]
+        options, sound = sound, []
+        for each in options:
+            if isinstance(problem := _composed((*sound, each)), Exception):
+                failed.append((each, problem))
+            else:
+                sound.append(each)
         cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
             if (problem := apply(cfg, parsed)) is not None:
@@ -89,10 +88,9 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
             "written."
         ]
     if isinstance(error, MissingConfigException) and not problems:
-        first = plain_text(error).partition(".")[0]
         return [
-            f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path "
-            "(configs/), or neither."
+            f"{plain_text(error).partition('.')[0]}. Type --config-name=NAME with a file "
+            "NAME.yaml of the folder --config-path (configs/), or neither."
         ]
     return problems or [plain_text(error)]
 
@@ -116,15 +114,16 @@ def parse_override(override: str) -> Override | None:
 
 
 def of_no_form(override: str) -> str:
-    form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
-    return f"{override}: this is not of the form {form}."
+    return (
+        f"{override}: this is not of the form key=value (quote values that hold spaces or commas: "
+        "'key=\"a b\"')."
+    )
 
 
 def _several(override: str) -> str:
-    one = override.split(",")[0]
     return (
         f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, "
-        f"as in {one}."
+        f"as in {override.split(',')[0]}."
     )
 
 
@@ -336,7 +335,15 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
             if wrong is not None
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
-    remedy = foreign_keys.remedy(key, value, known=known)
+    holder, _, last = key.rpartition(".")
+    node = OmegaConf.select(cfg, holder) if holder else None
+    target = str(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else ""
+    # the class may take an argument that the option's file does not name
+    takes = _arguments(target)
+    if key not in known and last in takes:
+        return f"{override}: there is no key '{key}', but {target} takes it. Type +{override}."
+    known += [f"{holder}.{each}" for each in takes]
+    remedy = foreign_keys.remedy(key, value)
     # the template's module
     if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:
         remedy = f"Type {of_task}={value}."
@@ -367,18 +374,20 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    add = ""  # the class may take an argument that the option's file does not name
-    holder, _, last = key.rpartition(".")
-    node = OmegaConf.select(cfg, holder) if holder else None
-    is_open = group in config.OPEN or (isinstance(node, DictConfig) and "_target_" in node)
-    if is_open and name and not override.startswith("+"):
-        add = f" To add it, type +{override}."
+    adds = (group in config.OPEN or target) and name and not override.startswith("+")
+    add = f" To add it, type +{override}." if adds else ""
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
+        return f"{override}: there is no key '{key}' here, but with {' or '.join(having)}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
+
+
+def _arguments(target: str) -> list[str]:
+    """Return what a class takes that is not ours; the files of ours name all."""
+    with suppress(ConfigError):  # a module that cannot be imported
+        return [] if target.startswith("armature.") else [*signatures.parameters_of(target)]
+    return []
 
 
 def _candidates(group: str, word: str) -> list[str]:
@@ -415,8 +424,7 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
         group, _, option = missing.rpartition("/")
-        remedy = foreign_keys.remedy(group, option)
-        hint = f" {remedy}" if remedy else foreign_keys.nearest(option, error.options or ())
+        hint = foreign_keys.hint(group, option, error.options or (), word=option)
         return f"{where}: there is no '{missing}'.{hint}"
     read = read if file.parent.name in GLOBAL else {file.parent.name: read}
     cause = error.__cause__ or error.__context__
@@ -425,16 +433,19 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         unknown = {str(cause.full_key): "…"}  # of a file that this one names
     found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
     for key, value in unknown.items():
-        hint = foreign_keys.remedy(key, value, known=known)
-        hint = f" {hint}" if hint else foreign_keys.nearest(key, known)
-        found.append(f"there is no key '{key}'.{hint}")
+        if "." in key and key in read:
+            nested = f"{key}: {value}{'}' * key.count('.')}".replace(".", ": {", key.count("."))
+            found.append(f"{key}: a file has no dotted keys. Write {nested}.")
+        else:
+            found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
     if found:
         return f"{where}: {' And '.join(found)}"
+    form = (  # Hydra cannot make sense of the defaults list
+        " Write '- override /GROUP: NAME' for a group of configs/, as in "
+        "'- override /model: example'."
+    )
     said = plain_text(error).rstrip(".")
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{where}: {said}."
-    form = "as in '- override /model: example'"  # Hydra cannot make sense of the defaults list
-    return f"{where}: {said}. Write '- override /GROUP: NAME' for a group of configs/, {form}."
+    return f"{where}: {said}.{'' if isinstance(cause, OmegaConfBaseException) else form}"
 
 
 def _content(file: Path) -> Any:
@@ -447,13 +458,13 @@ def _content(file: Path) -> Any:
 def _no_groups(read: dict[str, Any]) -> list[str]:
     """Return the groups that a file makes something else."""
     found = []
-    names = {f.name for f in fields(config.Config) if is_dataclass(f.type)}
-    for key in sorted({*names, *config.OPEN, *config.OF_ONE_CLASS} & read.keys()):
-        if not isinstance(value := read[key], dict) and value is not None:
-            form = "{NAME: {_target_: …}}" if key in config.OPEN else "{KEY: VALUE}"
-            found.append(
-                f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
-            )
+    for key, kind in values.GROUPS.items():
+        value = read.get(key)
+        if (kind is config.Keys or is_dataclass(kind)) and not isinstance(value, dict | None):
+            instead = f"'- override /{key}: {_as_typed(value)}' in its defaults list"
+            if "{" in str(value):
+                instead = f"{key}: {{NAME: {{_target_: …}}}}"
+            found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {instead}.")
     return found
 
 

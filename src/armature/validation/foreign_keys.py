@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, get_args
+from typing import get_args
 
-from armature.config import Config
+from armature.config import Config, Keys
 
 _BATCH = (
     "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or "
@@ -127,35 +127,31 @@ _OPPOSITES = (
     ({"gpu", "cuda"}, {"cpu", "mps"}),
     ({"min"}, {"max"}),
 )
-_OWN_DATA = "data.global_batch_size"  # a key of our data modules
 
 
-def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,)) -> str | None:
+def remedy(key: str, value: str = "…") -> str | None:
     """Return the sentence that says what to type instead of a key (or group) with that value, or
     None.
-
-    Args:
-        known: keys of the configuration. A data module of the user's may have a batch_size without
-            a plus.
     """
     parts = key.split(".")
-    if parts[0] == "data" and _OWN_DATA not in known:
-        return None
     below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
     items = (
         re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
     )
-    several = items and not value.isdigit()
-    kind = "[…]" if several else value.lower()
-    found = next(
-        (FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None
-    )
-    if key == "trainer.strategy":
-        found = FOREIGN.get(f"strategy={value}", found)
+    kind = "[…]" if items and not value.isdigit() else value.lower()
+    typed = f"{key}={kind}"  # trainer.strategy=NAME is answered as strategy=NAME
+    names = (typed, typed.removeprefix("trainer."), key, *below)
+    found = next((FOREIGN[name] for name in names if name in FOREIGN), None)
     if found is None:
         return None
     found = found.replace("{value}", value).replace("{items}", ",".join(items))
     return found.replace("{count}", str(len(items))).rstrip("….") + "."
+
+
+def hint(key: str, value: str, known: Iterable[str], *, word: str | None = None) -> str:
+    """Return `remedy`, or else the key of `known` that is nearest to `word`, or the key."""
+    found = remedy(key, value)
+    return f" {found}" if found else nearest(word or key, known)
 
 
 def ineffective(overrides: list[str]) -> list[str]:
@@ -192,7 +188,7 @@ def removals(overrides: Iterable[str]) -> list[str]:
             instead = f"Type {key}=null"
         else:
             instead = f"Remove {override}" + (
-                f"; {key}=NAME chooses another option" if kind is Any and not name else ""
+                f"; {key}=NAME chooses another option" if kind is Keys and not name else ""
             )
         found.append(f"{override}: no run is without {key}. {instead}.")
     return found

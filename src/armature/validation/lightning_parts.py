@@ -32,48 +32,36 @@ def warn_of_unused_groups(cfg: DictConfig) -> None:
         )
 
 
-def _unread(cfg: DictConfig) -> list[str]:
-    """Return the groups that the task neither takes nor refers to."""
-    written = str(unresolved(cfg.task))
-    return [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
-
-
 def misplaced_problems(cfg: DictConfig) -> list[str]:
     """Return the keys of the task that a file, such as an experiment, sets in a group that the task
     does not take.
     """
-    if OmegaConf.select(cfg, "task._target_") is None:
-        return []
-    found = []
-    for group in _unread(cfg):
-        node = cfg[group]
-        if not isinstance(node, DictConfig):
-            continue
-        definition = signatures.find_definition(str(node.get("_target_")))
-        taken = signatures.signature_of(definition).parameters if definition is not None else {}
-        own = [
-            str(key)
-            for key in node
-            if key not in signatures.HYDRA_KEYS and key not in taken and key in cfg.task
-        ]
-        found += [
-            f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} "
-            f"is its own. In the experiment, write {key} below task: instead of below {group}:."
-            for key in own
-        ]
-    return found
+    return [
+        f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} is "
+        f"its own. In the experiment, write {key} below task: instead of below {group}:."
+        for group in signatures.unused(cfg.task)
+        for taken in [signatures.parameters_of(str((cfg[group] or {}).get("_target_")))]
+        for key in cfg[group] or ()
+        if key in cfg.task and key not in (*signatures.HYDRA_KEYS, *taken)
+    ]
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return the typed keys of a group that the task does not take, if the task has one of its own
-    of this name.
-    """
-    unread, found = _unread(cfg), []
+    """Return the typed keys of a group that neither the task takes nor a key refers to."""
+    written, target, found = str(unresolved(cfg)), cfg.task._target_, []
+    unread = [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        group, dot, _ = key.partition(".")
-        if dot and group in unread and OmegaConf.select(cfg, f"task.{key}") is not None:
-            found.append(f"{override}: task sets its own {group}. Type task.{key}={value}.")
+        group, dot, name = key.partition(".")
+        if dot and group in unread:
+            has = [each for each in (key, name) if OmegaConf.select(cfg.task, each) is not None]
+            takes = [f"+task.{name}"] * (name in signatures.parameters_of(target))
+            typed = [*(f"task.{each}" for each in has), *takes]
+            remedy = f"Type {typed[0]}={value}" if typed else "Leave it out"
+            found.append(
+                f"{override}: this has no effect, since {target} does not use the group {group}. "
+                f"{remedy}."
+            )
     return found
 
 

@@ -10,7 +10,6 @@ import difflib
 import dis
 import importlib
 import inspect
-import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from omegaconf import OmegaConf
 
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError, error_line, place_of
 from armature.project import SOURCES, config_file
 from armature.validation import foreign_keys
 
@@ -103,8 +102,7 @@ def _imported(module: str) -> ModuleType | None:
 def _place(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
+    return place_of(error)
 
 
 def near_definition(target: str) -> str:
@@ -277,10 +275,9 @@ def argument_problems(
             continue  # data/folds.py
         if key not in signature.parameters:
             if not signature.open and key not in signature.mentioned:
-                found.append(
-                    f"{path}.{key}: {target} takes no argument '{key}'."
-                    f"{_hint(f'{path}.{key}', value, [*signature.parameters])}"
-                )
+                names = [f"{path}.{name}" for name in signature.parameters]
+                hint = foreign_keys.hint(f"{path}.{key}", str(value), names)
+                found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
         if takes_tensor(signature.parameters[key]) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
@@ -290,15 +287,6 @@ def argument_problems(
             shown = "null" if value is None else repr(value)
             found.append(f"{path}.{key}={shown}: {target} takes {signature.shown[key]} here.")
     return found
-
-
-def _hint(path: str, value: Any, known: list[str]) -> str:
-    node, _, key = path.rpartition(".")
-    paths = [f"{node}.{name}" for name in known]
-    if remedy := foreign_keys.remedy(path, str(value), known=paths):
-        return f" {remedy}"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(known)}."
 
 
 def takes_tensor(hint: Any) -> bool:
@@ -351,6 +339,12 @@ def _is_list(kind: type, inner: tuple[Any, ...], value: Any) -> bool:
 
 def _as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def parameters_of(target: str) -> dict[str, Any]:
+    """Return the type of each argument of what `target` names."""
+    definition = find_definition(target)
+    return signature_of(definition).parameters if definition is not None else {}
 
 
 def defaults_of(target: str) -> dict[str, Any]:

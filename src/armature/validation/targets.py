@@ -11,7 +11,6 @@ module merely imported is no way around the rules. The user's own packages in sr
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -152,7 +151,7 @@ def problems(cfg: Any, allowed: Sequence[str], *, known: Container[str] = ()) ->
         try:
             found += _node_problems(path, node, allowed, complete=complete, known=known)
         except ConfigError as error:  # its module cannot be imported
-            found += [f"{path}._target_={node['_target_']}: {each}" for each in error.problems]
+            found += error.problems
     return found
 
 
@@ -206,7 +205,7 @@ def _node_problems(
     if definition is None:
         return [
             f"{path}._target_={target}: there is no such class or "
-            f"function.{signatures.near_definition(target)}"
+            f"function.{_own(path, target) or signatures.near_definition(target)}"
         ]
     found += signatures.argument_problems(path, node, definition, known=known)
     return found or _role_problems(path, node, definition, complete=complete)
@@ -227,12 +226,9 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
                 f"{what}: src/{package} is no package. Add an empty file: touch "
                 f"src/{package}/__init__.py"
             )
-        near = difflib.get_close_matches(package, allowed, n=1, cutoff=0.7)
-        if near and importlib.util.find_spec(package) is None:
-            return (
-                f"{what}: there is no package '{package}'. Did you mean "
-                f"'{near[0]}{target.removeprefix(package)}'?"
-            )
+        known = package in sys.modules or importlib.util.find_spec(package) is not None
+        if not known or package == SOURCES.name:
+            return f"{what}: there is no package '{package}'.{_own(path, target)}"
         return (
             f"{what}: only packages in launch.allowed_packages may be called "
             f"({', '.join(allowed)}). If you trust it: "
@@ -258,6 +254,17 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
             "your own class in src/."
         )
     return _refusal(what, target, is_class=is_class) or _refusal(what, defined, is_class=is_class)
+
+
+def _own(path: str, target: str) -> str:
+    """Return what to type if one class of the project has the name of a target."""
+    name = target.rpartition(".")[2]
+    found = [
+        ".".join([*file.relative_to(SOURCES).with_suffix("").parts, name])
+        for file in SOURCES.glob("*/**/*.py")
+        if f"\nclass {name}(" in file.read_text(encoding="utf-8", errors="replace")
+    ]
+    return f" Type {path}._target_={found[0]}." if len(found) == 1 else ""
 
 
 def _refusal(what: str, name: str, *, is_class: bool | None = None) -> str | None:
@@ -304,19 +311,13 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
                 )
                 remedy = f"Remove it, or type {listed}+{group}.{name}._target_=package.Class"
                 yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
-    for group in ("task", "model", "data", "optimizer", "strategy"):
-        if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
+    for group in config.OF_ONE_CLASS:
+        node = cfg.get(group, {"_target_": None})
+        if not (isinstance(node, dict) and "_target_" in node) and (node or group != "scheduler"):
             yield (
-                f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of "
+                f"{group}._target_ is missing: what to build. Type {group}=NAME, a file of "
                 f"configs/{group}/."
             )
-    if (scheduler := cfg.get("scheduler")) and (
-        not isinstance(scheduler, dict) or "_target_" not in scheduler
-    ):
-        yield (
-            "scheduler._target_ is missing, the function to call. Type scheduler=NAME, a file of "
-            "configs/scheduler/."
-        )
 
 
 def _role_problems(
