@@ -47,8 +47,8 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "core": Limit(196_600, 145_000),
-    "optional": Limit(82_550, 60_000),
+    "core": Limit(196_050, 145_000),
+    "optional": Limit(82_500, 60_000),
     "scripts, benchmarks": Limit(27_250, 27_250),
     "tests": Limit(262_600, 220_000),
     "documentation": Limit(21_050, 21_050),

@@ -9,9 +9,7 @@ from armature.training.limits import Limits, prefer_typed
 
 def limits(steps, epochs, *, batch=8, step=0):
     cfg = OmegaConf.create({"trainer": {"max_steps": steps, "max_epochs": epochs}})
-    found = Limits.of(
-        cfg, samples_per_epoch=52, global_batch_size=batch, step=step, seen=8 * step
-    )
+    found = Limits.of(cfg, samples_per_epoch=52, global_batch_size=batch, step=step, seen=8 * step)
     return found.global_batches, found.epochs
 
 

@@ -67,14 +67,15 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                 failed.append((each, MissingConfigException("")))
             else:
                 sound.append(each)
-        if isinstance(problem := _composed(()), Exception):
-            return [f"The configuration files do not compose: {plain_text(problem)}"]
-        options, sound = sound, []
-        for each in options:
-            if isinstance(problem := _composed((*sound, each)), Exception):
-                failed.append((each, problem))
-            else:
-                sound.append(each)
+        if isinstance(_composed((*sound,)), Exception):  # one by one takes a second
+            if isinstance(problem := _composed(()), Exception):
+                return [f"The configuration files do not compose: {plain_text(problem)}"]
+            options, sound = sound, []
+            for each in options:
+                if isinstance(problem := _composed((*sound, each)), Exception):
+                    failed.append((each, problem))
+                else:
+                    sound.append(each)
         cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
             if (problem := apply(cfg, parsed)) is not None:
