@@ -336,7 +336,8 @@ def _trainer_arguments(
         **scaler.precision_arguments(trainer.precision, mesh=layout.kind == "mesh"),
         "accumulate_grad_batches": batches.accumulate,
         "gradient_clip_val": _gradient_clip_val(trainer, task),
-        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        # Lightning clips by norm if nothing is said, and a module then clips as it likes
+        "gradient_clip_algorithm": "value" if trainer.gradient_clip_algorithm == "value" else None,
         "limit_val_batches": trainer.limit_val_batches,
         "limit_test_batches": trainer.limit_test_batches,
         "val_check_interval": every and every * batches.accumulate,

@@ -38,7 +38,7 @@ class ManualClosure(Manual):
             loss = self.shared_step(batch, "train")
             opt.zero_grad()
             self.manual_backward(loss)
-            self.clip_gradients(opt, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            self.clip_gradients(opt, gradient_clip_val=0.5, gradient_clip_algorithm="value")
             return loss
 
         opt.step(closure=closure)

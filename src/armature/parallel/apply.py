@@ -328,7 +328,8 @@ def _check_left_behind(
             f"{prefix}{kept[0]}: an attribute, closure or callback keeps this weight as it was "
             "before it was sharded. What is read there stays as it is, and what is written is "
             "lost. Take weights from self.parameters() in configure_optimizers, on_fit_start or "
-            "later; or type a larger strategy.min_num_params, below which weights stay whole, or "
+            "later; put weights that children of the LightningModule share into one module; or "
+            "type a larger strategy.min_num_params, below which weights stay whole, or "
             "strategy=ddp."
         )
 
