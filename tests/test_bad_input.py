@@ -78,7 +78,7 @@ CASES = {
         ["checkpoint.root=s4://bucket"],
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
-    "a key that another option has": (["data.path=long.txt"], ["but with", "data=text"]),
+    "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
     "an option of several": (["callbacks=[ema,nope]"], ["callbacks has no option 'nope'."]),
     "an argument that no file names": (
         ["optimizer=sgd", "optimizer.maximize=true"],

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from armature.data import columns, digits
 from armature.errors import ConfigError
 from example.data import MoonsData
-from tests.data.feeding import feed
+from tests.data.feeding import feed, fit
+from tests.data.test_feed import Recorder
 
 KEYS = {"fold": 1, "folds": 3}
 
@@ -73,6 +74,15 @@ def test_a_fold_of_a_plain_modules_loader_is_held_out():
     assert {*train} | {*val} == {*range(10)}
     assert (len(val), made.train_size) == (3, 7)
     assert val == sorted(val)
+
+
+@pytest.mark.guarantee
+@pytest.mark.filterwarnings("ignore:.*shuffling enabled")
+def test_a_run_validates_on_the_fold(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recorder, "training_step", lambda self, batch, _: self.weight.sum())
+    task, fed, _ = fit(Plain(), Recorder(), tmp_path, steps=2, **KEYS)
+    (held_out,) = fed.loaders("val")
+    assert task.validated == [(0, batch.tolist()) for (batch,) in held_out]
 
 
 @pytest.mark.parametrize(

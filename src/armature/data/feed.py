@@ -101,8 +101,8 @@ class Feed(L.Callback):
         self._first_size: int | None = None
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
         self._read: ReadLoader | None = None  # the training loader
-        # loaders by their ids, and what has taken their places
-        self._fed: dict[int, tuple[Any, FedLoader]] = {}
+        # by split and id of a loader: it, and what has taken its place. A fold is of train's
+        self._fed: dict[tuple[str, int], tuple[Any, FedLoader]] = {}
         for name in ("prepare_data", "setup", *(f"{split}_dataloader" for split in draw.SPLITS)):
             if is_overridden(name, data):
                 vars(data)[name] = self._once(name, getattr(data, name))
@@ -421,10 +421,10 @@ class Feed(L.Callback):
             )
         if split == "train":
             loader = self._train.loader
-        if id(loader) not in self._fed:
+        if (key := (split, id(loader))) not in self._fed:
             made = self.train_loader() if split == "train" else self._evaluated(loader, split)
-            self._fed[id(loader)] = loader, made
-        return self._fed[id(loader)][1]
+            self._fed[key] = loader, made
+        return self._fed[key][1]
 
     def loaders(self, split: str) -> list[FedLoader]:
         """Return what replaces the loaders of a split, without a Trainer."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from armature import config, hardware
 from armature.checkpoint import resume
@@ -321,7 +322,10 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
     if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
         return False
     recorded = config.load(run_dir / "config.yaml")
-    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
+    try:  # a group that the task does not take may refer to what these data do not have
+        here, there = config.without_secrets(cfg), config.without_secrets(recorded)
+    except OmegaConfBaseException:
+        return False
     found = resume.differences(here, there, resume.RESULT_GROUPS)
     found |= {
         key: (cfg.trainer[key], recorded.trainer[key])

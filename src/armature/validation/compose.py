@@ -380,7 +380,8 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        return f"{override}: there is no key '{key}' here, but with {' or '.join(having)}.{add}"
+        have = "has" if len(having) == 1 else "have"
+        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 

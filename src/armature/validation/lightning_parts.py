@@ -47,7 +47,9 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return the typed keys of a group that neither the task takes nor a key refers to."""
+    """Return the typed keys of a group that neither the task takes nor a key refers to, and that
+    the task has itself.
+    """
     written, target, found = str(unresolved(cfg)), cfg.task._target_, []
     unread = [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
     for override in overrides:
@@ -57,11 +59,11 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
             has = [each for each in (key, name) if OmegaConf.select(cfg.task, each) is not None]
             takes = [f"+task.{name}"] * (name in signatures.parameters_of(target))
             typed = [*(f"task.{each}" for each in has), *takes]
-            remedy = f"Type {typed[0]}={value}" if typed else "Leave it out"
-            found.append(
+            found += [
                 f"{override}: this has no effect, since {target} does not use the group {group}. "
-                f"{remedy}."
-            )
+                f"Type {each}={value}."
+                for each in typed[:1]
+            ]
     return found
 
 
