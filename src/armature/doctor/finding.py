@@ -29,8 +29,8 @@ class Finding(NamedTuple):
     where: str = ""
 
 
-def ok(group: str, what: str) -> Finding:
-    return Finding(OK, group, what)
+def ok(group: str, what: str, *, where: str = "") -> Finding:
+    return Finding(OK, group, what, where=where)
 
 
 def warning(group: str, what: str, *, remedy: str, where: str = "") -> Finding:

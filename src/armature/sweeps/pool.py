@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from armature import config, hardware
 from armature.checkpoint import resume
@@ -324,7 +323,7 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
     recorded = config.load(run_dir / "config.yaml")
     try:  # a group that the task does not take may refer to what these data do not have
         here, there = config.without_secrets(cfg), config.without_secrets(recorded)
-    except OmegaConfBaseException:
+    except Exception:
         return False
     found = resume.differences(here, there, resume.RESULT_GROUPS)
     found |= {
