@@ -46,7 +46,6 @@ _ALSO_WRITTEN = ("tool_calls", *_THOUGHTS)  # by the model, beside the content
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)
 # what rendering passes itself
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}
-_TAIL = 20  # characters by which a prompt's end is found
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _UNCHECKED = {"role", "tool_call_id"}  # of a message: a result's call is the one in its place
@@ -156,7 +155,8 @@ class ChatTemplate:
         """
         with suppress(NotRenderable):
             prompt = self.render(before, tools=tools, add_generation_prompt=True)
-            end = text[:start].rpartition(prompt[-_TAIL:])[2]  # tools may stand elsewhere in it
+            # by its last characters: tools may stand elsewhere in it
+            end = text[:start].rpartition(prompt[-20:])[2]
             return start - len(end) if end.isspace() else start
         return start
 
