@@ -177,6 +177,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),
     )
+    trainer.fit_loop.epochs_follow = cfg.trainer.max_epochs is None
     return Run(
         cfg=cfg, feed=fed, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
         guard=guard, checkpointing=checkpointing, stop=stop, display=display, limits=limits,

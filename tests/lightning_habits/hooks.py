@@ -230,7 +230,7 @@ class Draws(Regressor):
 HABITS = [
     ddp(BeginsForValidation, random=True, resume=OWED),
     fsdp(Annealing),
-    ddp(SkipsTheRest),
+    ddp(SkipsTheRest, "trainer.max_epochs=null", "trainer.max_steps=15"),
     fsdp(OwnCallbacks),
     ddp(Seeds),
     ddp(Printer, "logger=tensorboard", "+logger.tensorboard.log_graph=true"),

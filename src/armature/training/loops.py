@@ -6,6 +6,7 @@ This file alone knows their private parts. A training step is Lightning's own `a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as L
@@ -83,6 +84,11 @@ class EpochLoop(_TrainingEpochLoop):
         if (feed := feed_of(self.trainer)) is None:
             return
         feed.skip_epoch()
+        if self.trainer.fit_loop.epochs_follow:  # as a resume would count them
+            left = (self.max_global_batches - self.completed_batches) * feed.global_batch_size
+            self.trainer.fit_loop.max_epochs = math.ceil(
+                (feed.samples_seen + left) / feed.train_size
+            )
         # val_every_n_steps counts global batches that are trained, as after a resume
         before = (progress.current.ready - 1) % self.trainer.accumulate_grad_batches
         for name, done in (("ready", 1), ("started", 0), ("processed", 1), ("completed", 0)):
@@ -247,6 +253,7 @@ class FitLoop(_FitLoop):
     epoch_loop: EpochLoop
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     owes_schedules = False  # it was stopped behind a step whose schedules have not followed
+    epochs_follow = False  # trainer.max_steps alone ends the run: max_epochs is for modules to read
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
