@@ -79,6 +79,10 @@ CASES = {
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
     "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
+    "a size of an image model": (
+        ["experiment=digits", "model.patch_size=3"],
+        ["model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does"],
+    ),
     "an option of several": (["callbacks=[ema,nope]"], ["callbacks has no option 'nope'."]),
     "an argument that no file names": (
         ["optimizer=sgd", "optimizer.maximize=true"],

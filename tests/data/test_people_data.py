@@ -214,8 +214,6 @@ def test_hugging_face_datasets(hf, tmp_path):
     dated = f"{tmp_path}/d.jsonl"
     (tmp_path / "d.jsonl").write_text('{"at": "2020-01-01T10:00:00", "x": 1.5, "y": 0}\n')
     assert hf(path="json", data_files=dated, inputs="x").dataset("train")[0]["inputs"] == 1.5
-    with pytest.raises(ConfigError, match=r"column at holds timestamp\[s\], of which torch"):
-        hf(path="json", data_files=dated, inputs="at").dataset("train")
     with pytest.raises(
         ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"
     ):

@@ -249,7 +249,8 @@ def read_loader(
 def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | None, bool]:
     """Return who draws the samples (None: nobody), and whether they are all shuffled."""
     batch_sampler: Any = loader.batch_sampler
-    if type(batch_sampler) is not BatchSampler and loader.batch_size is None:  # it was typed
+    # a batch sampler that is passed leaves no batch_size: else it is the loader's own
+    if type(batch_sampler) is not BatchSampler and loader.batch_size is None:
         return Draw(batch_sampler, owner=owner, seed=seed, whole_batches=True), False
     sampler: Any = batch_sampler.sampler
     if type(sampler) is SequentialSampler:

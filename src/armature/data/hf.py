@@ -173,13 +173,6 @@ class HFData(LabeledData):
                 f"{self._where} has no column {', '.join(missing)}. Its columns: "
                 f"{', '.join(known)}. Type data.inputs=… data.targets=…"
             )
-        for column in columns:
-            kind = str(getattr((rows.features or {}).get(column), "dtype", ""))
-            if kind.startswith(("timestamp", "date", "time", "duration", "decimal")):
-                raise ConfigError(
-                    f"{self._where}: column {column} holds {kind}, of which torch makes no tensor. "
-                    "Turn it into numbers first, or leave it out of data.inputs."
-                )
         for column in () if self.streaming else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(

@@ -19,7 +19,7 @@ from armature.errors import ConfigError, RunFailed, masked
 from armature.launcher import environment, supervise
 from armature.launcher.watch import RankWatcher
 
-START_SECONDS = 60.0  # imports, on a slow file system
+START_SECONDS = 60  # imports, on a slow file system
 COLLECTIVES = 16  # checks that may each take deadlines["collective"]
 SHOWN = 600  # characters of a rank's last output
 
@@ -77,7 +77,7 @@ def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding
             with watcher:
                 supervise.start_ranks(
                     cfg, watcher, "armature.doctor.rank", name, variables=variables, logs=folder,
-                    join_seconds=int(START_SECONDS),
+                    join_seconds=START_SECONDS,
                 )  # fmt: skip
         except RunFailed as error:
             return finding.refused("launch", [str(error)])

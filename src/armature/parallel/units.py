@@ -91,7 +91,11 @@ def _of_plan(model: nn.Module, plan: Plan, min_num_params: int) -> list[list[nn.
         for ends in (plan.first, plan.last)
     )
     inside = {part for each in (*first, *blocks, *last) for part in each.modules()}
-    leaves = [each for each in model.modules() if isinstance(each, LEAVES) and each not in inside]
+    leaves = [
+        each
+        for each in model.modules()
+        if isinstance(each, LEAVES) and each not in inside and not isinstance(each, _KEPT)
+    ]
     ends: list[nn.Module] = [
         each for each in (*first, *leaves, *last) if 0 < size(each) >= min_num_params
     ]

@@ -155,8 +155,8 @@ class ChatTemplate:
         """
         with suppress(NotRenderable):
             prompt = self.render(before, tools=tools, add_generation_prompt=True)
-            # by its last characters: tools may stand elsewhere in it
-            end = text[:start].rpartition(prompt[-20:])[2]
+            # by its last characters: tools may stand elsewhere in it; it may be empty
+            end = text[:start].rpartition(prompt[-20:] or text)[2]
             return start - len(end) if end.isspace() else start
         return start
 
