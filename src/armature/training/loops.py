@@ -81,14 +81,14 @@ class EpochLoop(_TrainingEpochLoop):
     def _leave_epoch(self) -> None:
         """Take the global batch for unseen in which `on_train_batch_start` has returned -1."""
         progress: Any = self.batch_progress
+        fit_loop: Any = self.trainer.fit_loop
         if (feed := feed_of(self.trainer)) is None:
             return
         feed.skip_epoch()
-        if self.trainer.fit_loop.epochs_follow:  # as a resume would count them
+        if fit_loop.epochs_follow and self.max_global_batches is not None:
+            # as a resume would count them
             left = (self.max_global_batches - self.completed_batches) * feed.global_batch_size
-            self.trainer.fit_loop.max_epochs = math.ceil(
-                (feed.samples_seen + left) / feed.train_size
-            )
+            fit_loop.max_epochs = math.ceil((feed.samples_seen + left) / feed.train_size)
         # val_every_n_steps counts global batches that are trained, as after a resume
         before = (progress.current.ready - 1) % self.trainer.accumulate_grad_batches
         for name, done in (("ready", 1), ("started", 0), ("processed", 1), ("completed", 0)):
