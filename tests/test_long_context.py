@@ -1,7 +1,5 @@
 """experiment=long_context: what a context axis is for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

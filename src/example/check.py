@@ -3,8 +3,6 @@
 Optional; imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two interleaving half circles of noisy points, one circle per class."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

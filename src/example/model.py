@@ -3,8 +3,6 @@
 Shapes: B batch, F features, D width, N classes.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The moving average against torch's own, and its file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

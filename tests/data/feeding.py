@@ -1,7 +1,5 @@
 """Feed data modules to a Trainer of Lightning's, as one rank of several, and stop and resume it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imported by the ranks, which are forks of one server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

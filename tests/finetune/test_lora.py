@@ -1,7 +1,5 @@
 """Adapters: what is trained, and what stays as it was. test_base.py has every layout."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

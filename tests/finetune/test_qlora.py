@@ -2,8 +2,6 @@
 one process.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Callbacks of Lightning and of users."""
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn

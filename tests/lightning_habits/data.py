@@ -1,7 +1,5 @@
 """Small data sets: a sample is a function of its index alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

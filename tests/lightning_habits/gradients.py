@@ -1,7 +1,5 @@
 """Gradients of inputs and samples, and gradients that are changed before a step."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Hooks of the Trainer, what they set and what they ask it."""
 
-from __future__ import annotations
-
 import lightning as L
 import numpy as np
 import torch

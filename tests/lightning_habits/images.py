@@ -1,7 +1,5 @@
 """Images: lightning-hydra-template, segmentation, adversarial networks, diffusion."""
 
-from __future__ import annotations
-
 import lightning as L
 import torch
 import torch.nn.functional as F

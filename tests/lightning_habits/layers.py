@@ -1,7 +1,5 @@
 """Weights and layers: parametrizations, hooks, buffers, BatchNorm, frozen and late parts."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

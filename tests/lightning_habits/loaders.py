@@ -1,7 +1,5 @@
 """LightningDataModules: loaders, samplers, batches and streams."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

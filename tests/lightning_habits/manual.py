@@ -1,7 +1,5 @@
 """Manual optimization, and steps that several optimizers share."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """What is logged, and torchmetrics' objects."""
 
-from __future__ import annotations
-
 import lightning as L
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Optimizers that are chosen, written or wrapped by users, and their groups."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

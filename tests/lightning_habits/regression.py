@@ -1,7 +1,5 @@
 """A regressor, which most habits change in one way."""
 
-from __future__ import annotations
-
 import lightning as L
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Learning-rate schedules of torch and of users, and who steps them."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

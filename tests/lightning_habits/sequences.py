@@ -1,7 +1,5 @@
 """Recurrent networks, ragged batches, graphs, audio and language models."""
 
-from __future__ import annotations
-
 import lightning as L
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The Trainer's settings, and stops at chosen steps."""
 
-from __future__ import annotations
-
 from torch.optim import lr_scheduler
 
 from tests.lightning_habits.habit import INSIDE, ddp, fsdp

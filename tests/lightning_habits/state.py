@@ -1,7 +1,5 @@
 """What users keep in checkpoints: hyperparameters, NumPy, edited state dicts, own files."""
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 

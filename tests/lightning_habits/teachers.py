@@ -1,7 +1,5 @@
 """Momentum teachers, contrastive pairs, queues and averages of weights."""
 
-from __future__ import annotations
-
 import copy
 
 import lightning as L

@@ -2,8 +2,6 @@
 load.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Decoders that are sharded over the ranks of a test, without a trainer and a strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

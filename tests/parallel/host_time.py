@@ -5,8 +5,6 @@ to a block on one device: medians of steps in turn. On a GPU a layout is bound b
 that is longer than the block's kernels take.
 """
 
-from __future__ import annotations
-
 import time
 from math import prod
 from statistics import median

@@ -2,8 +2,6 @@
 under autocast.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

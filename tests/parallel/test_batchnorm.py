@@ -1,7 +1,5 @@
 """BatchNorm over two ranks against torch's own in one process with the whole batch."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import pairwise
 from typing import Any

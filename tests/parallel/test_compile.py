@@ -2,8 +2,6 @@
 compiled code.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

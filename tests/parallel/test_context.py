@@ -1,7 +1,5 @@
 """A context axis: ranks that share samples and divide their positions train as one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m tests.support.parity --only mixture` runs all layouts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar

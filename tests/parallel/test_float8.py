@@ -2,8 +2,6 @@
 supported strategy.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A sharded model is built without any rank ever holding the whole model."""
 
-from __future__ import annotations
-
 import resource
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from armature.parallel.mesh import AXES, resolve, shards_sequence

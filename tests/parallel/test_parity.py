@@ -1,7 +1,5 @@
 """Every layout trains as one process does: losses, gradient norms, final weights, resumes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

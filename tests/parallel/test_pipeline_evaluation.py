@@ -1,7 +1,5 @@
 """Evaluation through a pipeline: outputs equal to those of the whole model; its loss."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

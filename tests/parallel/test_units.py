@@ -1,7 +1,5 @@
 """What is sharded, which of it is gathered together, and for how long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 import io
 from types import SimpleNamespace
 from typing import Any

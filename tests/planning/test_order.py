@@ -1,7 +1,5 @@
 """The order check: what it says of small records, and that the ranks of real layouts meet."""
 
-from __future__ import annotations
-
 from armature.planning.simulation import order
 from armature.planning.simulation.order import Issued, Operation
 

@@ -1,7 +1,5 @@
 """What modules and callbacks put into checkpoints, and what they change when one is loaded."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

@@ -2,8 +2,6 @@
 within a step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

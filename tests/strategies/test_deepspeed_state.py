@@ -1,7 +1,5 @@
 """What DeepSpeed's engine keeps, without an engine: the parts that only a GPU would use."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -2,8 +2,6 @@
 under any strategy.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

@@ -2,8 +2,6 @@
 tests.support.parity.harness.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field

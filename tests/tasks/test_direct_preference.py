@@ -2,8 +2,6 @@
 layout.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

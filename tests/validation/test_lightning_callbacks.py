@@ -1,7 +1,5 @@
 """Callbacks of Lightning's that would train something else in silence are refused before launch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,8 +6,6 @@ beside the weights.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import lightning as L

@@ -5,8 +5,6 @@ sum of squares. These add up over micro-batches and ranks, so that a batch that 
 be compared with the same batch in one process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

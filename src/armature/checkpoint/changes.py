@@ -6,8 +6,6 @@ What is built otherwise at a resume has been changed, on the command line or in 
 all else is as training left it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

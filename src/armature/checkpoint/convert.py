@@ -1,7 +1,5 @@
 """Convert a checkpoint's weights to files for other programs and back, in one process."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """One checkpoint in one file, as Lightning writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -14,8 +14,6 @@ refuse lists, and lose the state of frozen weights, keys that hooks put into gro
 groups.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest

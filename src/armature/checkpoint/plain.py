@@ -6,8 +6,6 @@ checkpoints could
 be read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

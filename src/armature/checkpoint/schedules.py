@@ -6,8 +6,6 @@ which no checkpoint can hold. Saved is the state of each; loaded is into the obj
 `configure_optimizers` has made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ as ".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@ trains removes some.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import io
 import logging
 import os

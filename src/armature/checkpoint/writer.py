@@ -6,8 +6,6 @@ their final names at once, and the manifest, written last, completes them.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """The base class of our data modules: a subclass defines the samples, and `feed.py` the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, cast
 

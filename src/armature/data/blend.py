@@ -2,8 +2,6 @@
 sizes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

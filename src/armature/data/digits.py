@@ -5,8 +5,6 @@ Repository (1998), CC BY 4.0; the part, and the file, that scikit-learn's `load_
 values from 0 to 16 and the digit per row.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -2,8 +2,6 @@
 collates.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

@@ -5,8 +5,6 @@ into samples. A `Feed` keeps the position, and gives each DataLoader that Lightn
 `Strategy.process_dataloader` our batch sampler: those of our data modules and of anybody's.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence

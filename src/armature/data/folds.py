@@ -4,8 +4,6 @@ A data module that holds samples out itself takes `fold` and `folds` (`columns.s
 any other one, a fold of its training samples takes the place of its validation samples.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch.utils.data import Subset

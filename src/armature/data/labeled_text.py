@@ -1,7 +1,5 @@
 """Texts and their classes, from CSV, JSON lines or Parquet files."""
 
-from __future__ import annotations
-
 import logging
 from functools import cached_property
 from typing import ClassVar

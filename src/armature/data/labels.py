@@ -6,8 +6,6 @@ Numbered anew from other data, in which a class is missing or columns are in ano
 would mean something else to the trained model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 before the step asks for them.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Images as Pillow opens them, as numbers that are the brightness they show. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether all ranks hold the same data: they divide one order of samples."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from typing import Any

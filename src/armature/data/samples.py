@@ -3,8 +3,6 @@
 Runs in the loader's processes, or in the training process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

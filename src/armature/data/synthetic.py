@@ -2,8 +2,6 @@
 data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rows of CSV, JSON lines or Parquet files: numbers to learn from, and a column to predict."""
 
-from __future__ import annotations
-
 import logging
 import re
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Token ids that other tools have written, as nanoGPT's train.bin and val.bin."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property

@@ -6,8 +6,6 @@ its rank, before the step is over and its checkpoint is saved: a worker must go 
 ends it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -2,8 +2,6 @@
 hardware?
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

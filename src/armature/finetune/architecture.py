@@ -4,8 +4,6 @@ transformers 5 writes `rope_parameters`; before, it wrote `rope_theta` and `rope
 have either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

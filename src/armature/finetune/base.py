@@ -4,8 +4,6 @@ before it is read.
 Torch-free.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

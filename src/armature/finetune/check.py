@@ -3,8 +3,6 @@
 Torch-free.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ Only JSON and the headers of safetensors files are read here. Pickled weights (.
 own code are never loaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

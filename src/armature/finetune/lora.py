@@ -7,8 +7,6 @@ with a few more parameters per Linear. The frozen weights may be held in 4 bits 
 arXiv:2305.14314; `nf4.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ block's largest value is scales · row /
 255. That is 4.125 bits for each element, and 32 for each row. Codes are those of bitsandbytes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

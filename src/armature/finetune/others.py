@@ -4,8 +4,6 @@ is imported.
 `built.py` checks the rest against the model itself.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 adapter_model.safetensors.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

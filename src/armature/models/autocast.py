@@ -1,7 +1,5 @@
 """What autocast does to activations, on every device alike."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 `armature.planning`. Torch-free.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

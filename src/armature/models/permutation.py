@@ -2,8 +2,6 @@
 fixed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 `armature.parallel.apply`. Torch-free.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Size checks that the models' own checks share. Torch-free, like them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """torch's AdamW, with a learning rate that can be transferred from a narrower model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

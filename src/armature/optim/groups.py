@@ -2,8 +2,6 @@
 orthogonalizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

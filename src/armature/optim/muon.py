@@ -6,8 +6,6 @@ step size of "Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes
 as AdamW's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ below 1.0. `final`
 is the factor after the last step: the last step's own is one step before it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

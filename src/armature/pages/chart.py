@@ -3,8 +3,6 @@
 Colors are variables of page.css, for a light and a dark theme by the reader's preference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 configurations differ.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Which curves a run's columns become: raw values faint, means over them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A missing or damaged file only leaves its part of a page empty.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

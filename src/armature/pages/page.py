@@ -2,8 +2,6 @@
 anything.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from html import escape

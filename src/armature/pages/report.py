@@ -1,7 +1,5 @@
 """report.html: one run on one page, made of the files in its directory."""
 
-from __future__ import annotations
-
 import base64
 import struct
 import time

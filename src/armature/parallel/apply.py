@@ -3,8 +3,6 @@
 All kinds of parallelism meet here, in one fixed order.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -2,8 +2,6 @@
 too, which torch.nn.SyncBatchNorm refuses.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

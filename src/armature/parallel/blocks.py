@@ -3,8 +3,6 @@
 Parameter names stay the same.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterable

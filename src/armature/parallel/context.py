@@ -17,8 +17,6 @@ Shapes: B batch, T positions of a sample, H query heads, G key-value heads, K he
 the axis. H and G are those of one rank of the tensor axis.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -9,8 +9,6 @@ step travel together, unless they are large.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

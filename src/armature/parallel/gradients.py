@@ -7,8 +7,6 @@ small tensor adds the squares up, whatever the layout.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 rank holds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Check a plan against the model itself, built on the meta device: no process, no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -2,8 +2,6 @@
 sets.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The random state of one rank: Python's, NumPy's, torch's, and that of its GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

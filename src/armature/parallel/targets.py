@@ -6,8 +6,6 @@ So each micro-batch's loss is multiplied by its number of targets, and the gradi
 loss are divided by the mean number per micro-batch, which is known at the end of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

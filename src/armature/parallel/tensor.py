@@ -8,8 +8,6 @@ Activations between blocks are (B, T, D): batch, positions, width. With sequence
 rank holds a part of the positions (dim 1) there, otherwise each rank holds all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

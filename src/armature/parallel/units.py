@@ -3,8 +3,6 @@
 All other weights stay whole on every rank, as under ddp: users' code sees plain tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

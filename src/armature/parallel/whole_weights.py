@@ -1,7 +1,5 @@
 """Whole weights of sharded modules: for users' code, and as files of pretrained ones hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The layouts that a plan compares: strategies and sizes of the axes for a number of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

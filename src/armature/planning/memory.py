@@ -4,8 +4,6 @@ A step's memory peaks at one of five moments: in the loss, in its backward, when
 with the last block, when it ends with the first, and in the optimizer's step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 ranked by closed formulas; the first few are then simulated.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Sequence

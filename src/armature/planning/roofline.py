@@ -4,8 +4,6 @@ An operator takes the longer of its arithmetic and its memory traffic. A collect
 of a ring over its slowest link. docs/predicting.md compares the result with published runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ The rates are the simulator's, and the memory traffic of a block is fitted to it
 says how far to trust the result).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from armature.parallel import split

@@ -1,7 +1,5 @@
 """A plan as text."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 

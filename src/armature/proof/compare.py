@@ -1,7 +1,5 @@
 """Compare two run directories: metrics.csv, weights, optimizer and random state."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Find the first place at which two traced runs part, and a likely cause."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

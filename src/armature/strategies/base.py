@@ -3,8 +3,6 @@
 `class DDP(StrategyMixin, DDPStrategy)`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The contents of checkpoints under any strategy, and loading them in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path

@@ -2,8 +2,6 @@
 averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -2,8 +2,6 @@
 and the draws.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import lightning as L

@@ -2,8 +2,6 @@
 their hybrids.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ list that it does not concatenate value by value, so that a rank with more value
 wait for ever, and tensors of one shape only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

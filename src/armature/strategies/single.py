@@ -1,7 +1,5 @@
 """One process, one device."""
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override

@@ -1,7 +1,5 @@
 """Leave out optimizer steps whose gradient is not finite, on all ranks alike (`trainer.on_nan`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

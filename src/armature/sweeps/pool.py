@@ -7,8 +7,6 @@ a lease (`launcher.lock`), so any number of pools, on any machines that share th
 a sweep among them. The output of a process is logs/output.log in its run directory.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -2,8 +2,6 @@
 and the mean paired difference of two configurations with its 95% interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

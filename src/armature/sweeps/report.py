@@ -2,8 +2,6 @@
 key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 

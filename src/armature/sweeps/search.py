@@ -9,8 +9,6 @@ A trial that is running in the study and claimed by nobody was interrupted: the 
 it, or records it as failed if it was interrupted before it had values.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Imports optuna when called.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import warnings

@@ -1,7 +1,5 @@
 """The trials of a sweep, read from their run directories: values, state, metric, rank."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

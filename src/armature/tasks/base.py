@@ -2,8 +2,6 @@
 every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

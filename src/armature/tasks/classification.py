@@ -1,7 +1,5 @@
 """One class for each sample."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override

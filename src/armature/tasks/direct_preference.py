@@ -2,8 +2,6 @@
 the rejected one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """Next-token prediction."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 out, and torchmetrics' objects do not save their states.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 saved state: nothing that they change has to be undone.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

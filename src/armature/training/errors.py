@@ -2,8 +2,6 @@
 user's class, and memory that has run out.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import traceback

@@ -4,8 +4,6 @@ This file alone knows their private parts. A training step is Lightning's own `a
 `on_advance_end`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

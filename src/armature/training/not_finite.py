@@ -5,8 +5,6 @@ steps late. Rows are also read before each save and each validation, so no check
 such a step has left behind.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -5,8 +5,6 @@ Each process holds the whole model, takes its share of every batch, and writes r
 as it goes; the parts are merged by the samples' places. No process waits for another.
 """
 
-from __future__ import annotations
-
 import csv
 import heapq
 import json

@@ -1,7 +1,5 @@
 """The process of a rank: its log, and what torch, Lightning and the C library are set to."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The moments of a run that our own callbacks need, and for which Lightning has no hook."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ Ranks that decide or change something by their own samples train on, and wrongly
 small values finds that before it is saved.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ and at most 1% of the time.
 What goes wrong with a sample is logged once and never ends the run.
 """
 
-from __future__ import annotations
-
 import base64
 import inspect
 import json

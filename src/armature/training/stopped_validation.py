@@ -6,8 +6,6 @@ ends. Hooks of the end are called only where the same object has one of the star
 validates anew, from the state that `Before` has kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

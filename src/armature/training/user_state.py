@@ -7,8 +7,6 @@ value counts that a checkpoint can hold (`checkpoint.plain`) and that is not lar
 once.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import io

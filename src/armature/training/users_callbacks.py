@@ -1,7 +1,5 @@
 """What callbacks of users and of Lightning need around a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -13,8 +13,6 @@ attribute that is a literal:
     strategy=fsdp"}
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import math

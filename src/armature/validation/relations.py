@@ -6,8 +6,6 @@ the data's own setting that holds it.
     model_sizes = {"image_size": "size", "channels": 1, "classes": 10}
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import logging

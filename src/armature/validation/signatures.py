@@ -4,8 +4,6 @@ The class is imported, and `inspect` says what its constructor takes. Only modul
 this installation or the command allows are imported.
 """
 
-from __future__ import annotations
-
 import difflib
 import dis
 import importlib

@@ -9,8 +9,6 @@ that some other
 module merely imported is no way around the rules. The user's own packages in src/ are trusted.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

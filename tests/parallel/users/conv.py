@@ -1,7 +1,5 @@
 """A model that the core has never seen and that has no plan."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Layouts with a context axis. Each is compared with one process on the same data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Ranks are forks of a server that has imported everything (preload.py), so a layo
 instead of ten.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

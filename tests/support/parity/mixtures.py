@@ -1,7 +1,5 @@
 """Layouts of a mixture of experts: alone, and with an expert axis beside all others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.support.parity.harness import DECODER, Job, mesh

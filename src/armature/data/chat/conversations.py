@@ -2,8 +2,6 @@
 and brought into one form. Torch-free.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 of them, of which one was preferred.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Shapes: B batch, T positions, S positions so far, D width, G key-value heads, K 
 of the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

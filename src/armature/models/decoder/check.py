@@ -1,7 +1,5 @@
 """Rules for a decoder's sizes, for the constructor and, torch-free, for the check before launch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a decoder costs, from its constructor's arguments. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ Shapes: B batch, T positions, S positions including the cache (T without one), H
 key-value heads, K head width. Documents are numbered in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec

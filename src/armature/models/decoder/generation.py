@@ -1,7 +1,5 @@
 """Generates text from a decoder, token by token, with a key-value cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ exist at once.
 Shapes: N tokens, D width, V vocabulary, R rows (tokens) of one chunk.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 One table for all families.
 """
 
-from __future__ import annotations
-
 import re
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"

@@ -4,8 +4,6 @@ was trained on.
 Shapes: K head width; frequencies are (K/2,), one for each pair of elements that a position rotates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

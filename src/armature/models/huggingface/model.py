@@ -7,8 +7,6 @@ The weights are not read here: a strategy does so, as for `armature.models.decod
 Shapes: B batch, T positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping

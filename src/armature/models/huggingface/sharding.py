@@ -2,8 +2,6 @@
 is built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any

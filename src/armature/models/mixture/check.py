@@ -1,7 +1,5 @@
 """Rules for a mixture's sizes, for the constructor and, torch-free, for the check before launch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

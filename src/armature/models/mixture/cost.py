@@ -3,8 +3,6 @@
 Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

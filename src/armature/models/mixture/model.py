@@ -5,8 +5,6 @@ Qwen3-MoE (arXiv:2505.09388) is this model with softmax scores and no shared exp
 attention is another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ Never remote code.
 Shapes: B batch, C channels, I image side, N classes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cached_property

@@ -5,8 +5,6 @@ of images. Without torchvision, names that say what they stand for take its plac
 imported, and are gone afterwards.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

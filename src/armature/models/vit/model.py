@@ -5,8 +5,6 @@ Shapes: B batch, C channels, I image side, P patches, E pixels of a patch, D wid
 width, N classes.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

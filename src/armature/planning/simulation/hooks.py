@@ -3,8 +3,6 @@
 FSDP's buffers, DTensor's rehearsals, storages that are resized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

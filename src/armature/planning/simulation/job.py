@@ -3,8 +3,6 @@ Lightning and ours.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -3,8 +3,6 @@ waits.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import sysconfig
 import traceback
 import weakref

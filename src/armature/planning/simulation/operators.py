@@ -5,8 +5,6 @@ can be, so that the peak is at most what is printed. Others end the simulation w
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from typing import Any

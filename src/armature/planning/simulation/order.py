@@ -8,8 +8,6 @@ rules.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Callbacks that watch one simulated optimizer step, and end the run after it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L

@@ -3,8 +3,6 @@
 A server imports torch once, and forks for each simulation (Python's `forkserver`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What a simulation of one rank found, and how it is shown."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence

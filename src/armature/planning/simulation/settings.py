@@ -3,8 +3,6 @@
 Torch-free.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 from unittest.mock import patch

@@ -6,8 +6,6 @@ the simulation.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock

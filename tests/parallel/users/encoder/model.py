@@ -1,7 +1,5 @@
 """A user's own encoder: reads tokens both ways and labels each of them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
