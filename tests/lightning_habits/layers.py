@@ -308,7 +308,7 @@ HABITS = [
     fsdp(FrozenBackbone),
     ddp(SometimesUsed, also=FIND_UNUSED),
     fsdp(ParameterLists),
-    ddp(Tied),
+    fsdp(Tied),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),
     fsdp(Penalized, sample=True),

@@ -81,6 +81,7 @@ def parallelize(
     positions: Positions | None = None,
     expert_ranks: DeviceMesh | None = None,
     listed: bool = False,
+    shared: Collection[nn.Parameter] = (),
 ) -> pipeline.Runner | None:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank
     holds. Return what runs its stages, if there is a pipeline.
@@ -91,7 +92,7 @@ def parallelize(
             weights ("model.").
         positions: this rank's on the context axis, or None without one.
         expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
-        listed: the model is in a ModuleList or ModuleDict.
+        listed, shared: see `units.find`.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles = tensor.match_styles(model, plan) if plan is not None else {}
@@ -175,11 +176,14 @@ def parallelize(
     found = None
     if data_mesh.size() > 1 or options.cpu_offload:
         for part in parts:
-            found = units.find(part, plan, min_num_params=options.min_num_params, listed=listed)
+            found = units.find(
+                part, plan, min_num_params=options.min_num_params, listed=listed, shared=shared
+            )
             if stages is not None:
                 found = units.Units(found.modules, found.of_model | found.whole, set())
             elif plan is None:
-                _warn_if_whole(model, found, min_num_params=options.min_num_params)
+                alone = found.whole.difference(shared)
+                _warn_if_whole(model, alone, min_num_params=options.min_num_params)
             if found.modules or found.of_model or spread is not None:
                 shard_units(part, found, mesh=data_mesh, options=options)
     elif spread is not None and stages is not None:
@@ -326,14 +330,15 @@ def _check_left_behind(
             f"{prefix}{kept[0]}: an attribute, closure or callback keeps this weight as it was "
             "before it was sharded. What is read there stays as it is, and what is written is "
             "lost. Take weights from self.parameters() in configure_optimizers, on_fit_start or "
-            "later; put weights that children of the LightningModule share into one module; or "
-            "type a larger strategy.min_num_params, below which weights stay whole, or "
+            "later; or type a larger strategy.min_num_params, below which weights stay whole, or "
             "strategy=ddp."
         )
 
 
-def _warn_if_whole(model: nn.Module, found: units.Units, *, min_num_params: int) -> None:
-    whole = sum(param.numel() for param in found.whole)
+def _warn_if_whole(
+    model: nn.Module, params: Collection[nn.Parameter], *, min_num_params: int
+) -> None:
+    whole = sum(param.numel() for param in params)
     if whole >= max(min_num_params, units.size(model) / 2):
         _warn_of_no_plan(type(model).__name__, whole)
 

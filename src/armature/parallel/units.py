@@ -3,8 +3,9 @@
 All other weights stay whole on every rank, as under ddp: users' code sees plain tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,12 @@ class Units:
 
 
 def find(
-    model: nn.Module, plan: Plan | None, *, min_num_params: int, listed: bool = False
+    model: nn.Module,
+    plan: Plan | None,
+    *,
+    min_num_params: int,
+    listed: bool = False,
+    shared: Collection[Tensor] = (),
 ) -> Units:
     """Return the units of a model: the plan's blocks, consecutive ones together until they have
     `min_num_params`; without a plan the modules in a ModuleList or ModuleDict, and the innermost
@@ -50,6 +56,7 @@ def find(
 
     Args:
         listed: the model itself is in a ModuleList or ModuleDict.
+        shared: weights that are used outside of the model, too.
     """
     found = (
         [[module] for module in _without_plan(model, min_num_params, listed=listed)]
@@ -59,7 +66,7 @@ def find(
     users: dict[nn.Parameter, set[int]] = {}
     inside = {part: i for i, unit in enumerate(found) for each in unit for part in each.modules()}
     memory: dict[int, set[nn.Parameter]] = {}  # `a.data = b.data` lets two share it
-    unfit: set[nn.Parameter] = set()
+    unfit: set[Any] = {*shared}
     for part in model.modules():
         for param in part.parameters(recurse=False):
             users.setdefault(param, set()).add(inside.get(part, -1))

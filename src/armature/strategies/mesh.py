@@ -3,6 +3,7 @@ their hybrids.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -275,6 +276,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         attributes = {
             name: {**vars(param)} for name, param in module.named_parameters(remove_duplicate=False)
         }
+        shared = _shared(models)
         for name, model in models:
             own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
             loaded = {each for each in own if not self.is_drawn(f"{name}.{each}")}
@@ -289,6 +291,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 positions=self.positions,
                 expert_ranks=self.expert_ranks,
                 listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
+                shared=shared,
             )
             if runner is not None:
                 runner.loss_scale = self.loss_scale
@@ -436,3 +439,12 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 part.set_requires_gradient_sync(True)
             if self.averaged is not None:
                 self.averaged.enabled = True
+
+
+def _shared(models: Sequence[tuple[str, nn.Module]]) -> list[nn.Parameter]:
+    """Return the weights that several models have, such as an embedding's tied to a head beside it.
+
+    All others are let go: their models replace them.
+    """
+    counts = Counter(param for _, model in models for param in model.parameters())
+    return [param for param, count in counts.items() if count > 1]
