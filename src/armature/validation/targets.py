@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from armature import config
 from armature.errors import ConfigError, error_line
-from armature.project import SOURCES, config_file
+from armature.project import SOURCES, config_file, options
 from armature.validation import namesakes, signatures
 from armature.validation.signatures import PACKAGES_KEY, installed, is_under
 
@@ -313,8 +313,8 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
         node = cfg.get(group, {"_target_": None})
         if not (isinstance(node, dict) and "_target_" in node) and (node or group != "scheduler"):
             yield (
-                f"{group}._target_ is missing: what to build. Type {group}=NAME, a file of "
-                f"configs/{group}/."
+                f"{group}._target_ is missing: what to build. Type {group}=NAME, one of "
+                f"{', '.join(options(group))}."
             )
 
 
