@@ -280,9 +280,10 @@ class Proof:
     def _validation(self, layout: tuple[str, ...]) -> tuple[str]:
         """Return the override with which a layout validates on as many samples as the others."""
         cfg = self.check(layout)
-        # a batch of ours is a rank's; one of a plain data module is shared among the ranks
-        ranks = Layout.of(cfg).data_ranks if "eval_batch_size" in cfg.data else 1
-        return (f"trainer.limit_val_batches={max(1, VALIDATION_BATCHES // ranks)}",)
+        # each rank has a sample of a batch, also of one with fewer samples than ranks
+        ranks = Layout.of(cfg).data_ranks
+        size = cfg.data.eval_batch_size if "eval_batch_size" in cfg.data else ranks
+        return (f"trainer.limit_val_batches={VALIDATION_BATCHES * size // max(size, ranks) or 1}",)
 
     def _go(self, name: str, *overrides: str) -> Path:
         """Make a run, unless it has been made. ConfigError: it is refused."""

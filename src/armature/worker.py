@@ -194,7 +194,9 @@ def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Ba
     fed.set_up()
     _number_classes(cfg, fed, checkpoint)
     relations.check_found_sizes(cfg.model, fed.assets.found_sizes)
-    fed.limit_train_batches = cfg.trainer.limit_train_batches
+    fed.limits = {
+        split: cfg.trainer[f"limit_{split}_batches"] for split in ("train", "val", "test")
+    }
     batches = _plan_batches(fed, layout.data_ranks)
     combinations.check_graphs(layout.options["compile_mode"], batches.accumulate)
     return fed, batches, checkpoint
@@ -339,8 +341,9 @@ def _trainer_arguments(
         "gradient_clip_val": _gradient_clip_val(trainer, task),
         # Lightning clips by norm if nothing is said, and a module then clips as it likes
         "gradient_clip_algorithm": "value" if trainer.gradient_clip_algorithm == "value" else None,
-        "limit_val_batches": trainer.limit_val_batches,
-        "limit_test_batches": trainer.limit_test_batches,
+        # Lightning would count batches per rank: the feed limits samples
+        "limit_val_batches": trainer.limit_val_batches and 1.0,
+        "limit_test_batches": trainer.limit_test_batches and 1.0,
         "val_check_interval": every and every * batches.accumulate,
         "check_val_every_n_epoch": 1 if every is None else None,
         "num_sanity_val_steps": 0,

@@ -440,6 +440,7 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(kind, same):
         ),
         (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
         (7, 2, 1, 3, None),
+        (20, 2, 4, 3, None),  # the limit leaves as many as in one process
     ],
 )
 def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(
@@ -448,15 +449,12 @@ def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(
     for rank in (0, 1):
         module: Any = Plain()
         module.val_dataloader = lambda: DataLoader(Numbers(size), batch_size)
-        fed: Any = feed(module)
-        module.trainer = L.Trainer(
-            strategy=Rank(rank, ranks), accelerator="cpu", logger=False,
-            enable_checkpointing=False, limit_val_batches=limit,
-        )  # fmt: skip
+        fed = feed(module, eval_batch_size=batch_size)
+        fed.limits = {"val": limit}
+        module.trainer = L.Trainer(strategy=Rank(rank, ranks), accelerator="cpu", logger=False)
         if remedy is None:
             (loader,) = fed.loaders("val")
-            taken = itertools.islice(loader, limit if isinstance(limit, int) else None)
-            assert all(len(batch[0]) for batch in taken)
+            assert sum(len(batch[0]) for batch in loader) == limit * max(batch_size, ranks) // ranks
             continue
         with pytest.raises(
             ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"

@@ -24,6 +24,10 @@ CASES = {  # what torch says, and what is added
         MeshStrategy,
         "trainer.save_checkpoint on all ranks",
     ),
+    "Operator aten._fused_sgd_.default does not have a sharding strategy registered.": (
+        MeshStrategy,
+        "fused=True",
+    ),
     "as_strided not supported with DTensor": (MeshStrategy, WHOLE),
     ".numpy() is not supported for tensor subclasses.": (MeshStrategy, WHOLE),
     "Attempted to access the data pointer on an invalid python storage.": (MeshStrategy, WHOLE),

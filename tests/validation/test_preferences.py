@@ -37,7 +37,9 @@ def checked(tmp_path):
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize("words", [[], ["strategy=fsdp_tensor", "trainer.devices=4"]])
+@pytest.mark.parametrize(
+    "words", [["task.loss=ipo"], ["strategy=fsdp_tensor", "trainer.devices=4"]]
+)
 def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
     assert checked(*words) == ""
 

@@ -67,7 +67,7 @@ class Feed(L.Callback):
 
     Attributes:
         assets: what is kept beside the run for other data, such as the names of classes.
-        limit_train_batches: global batches per epoch, or a share of it.
+        limits: batches of each split, or a share of its samples; None: all.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Feed(L.Callback):
         self._typed_batch, self._typed_workers = global_batch_size, num_workers
         self.global_batch_size, self.micro_batch_size = global_batch_size or 0, micro_batch_size
         self.eval_batch_size, self.seed, self.train_limit = eval_batch_size, seed, train_limit
-        self.limit_train_batches: int | float | None = None
+        self.limits: dict[str, Any] = {}
         self.skip_steps = sorted({*skip_steps})
         self._fold = None if fold is None or folds is None else (fold, folds)
         # parts (start, length) of the order of samples, by step: those of steps that are made
@@ -221,14 +221,12 @@ class Feed(L.Callback):
     # ------------------------------------------------------------ the position
     @property
     def train_size(self) -> int:
-        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each
-        epoch's order.
+        """Samples per epoch (N): with a limit, those of the first batches of each epoch's order.
 
         Raises:
             ConfigError: the number of samples has changed since it was first asked for.
         """
-        size, limit = self._train_samples, self.limit_train_batches
-        if not size:
+        if not (size := self._train_samples):
             raise ConfigError(f"data: {self._name} has no training samples: its dataset is empty.")
         self._first_size = self._first_size or size
         if size != self._first_size:
@@ -238,11 +236,16 @@ class Feed(L.Callback):
                 "stay. Let the dataset have one length from the start, and return a sample that it "
                 "knows at each index: known[index % len(known)]."
             )
-        if limit is None or (limit == 1.0 and isinstance(limit, float)):
-            return size
+        return self._limited("train", size, self.global_batch_size)
+
+    def _limited(self, split: str, size: int, batch_size: int) -> int:
+        """Return how many of a split's samples its limit leaves, which counts such batches."""
+        limit = self.limits.get(split)
         if isinstance(limit, float):
-            limit = max(1, int(limit * size / self.global_batch_size))
-        return min(size, limit * self.global_batch_size)
+            limit = max(1, int(limit * -(-size // batch_size)))
+        if limit is None:
+            return size
+        return min(size, max(limit * batch_size, self.rank_and_ranks()[1]))
 
     @property
     def _train_samples(self) -> int:
@@ -290,10 +293,8 @@ class Feed(L.Callback):
         """
         epoch, place = divmod(self.samples_seen, self.train_size)
         first_step = place < self.global_batch_size <= self.train_size
-        closing = (
-            first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
-        )
-        return epoch - 1 if closing else epoch
+        trainer = self.trainer
+        return epoch - (first_step and trainer is not None and trainer.current_epoch == epoch - 1)
 
     def _parts(self) -> dict[int, tuple[int, int]]:
         """Return the parts (start, length) of the order of samples that are left out, by step."""
@@ -354,7 +355,7 @@ class Feed(L.Callback):
         """Return rank and size on the data axis, from the strategy; (0, 1) without a trainer or a
         second process. Ranks of a tensor or pipeline axis get the same samples.
         """
-        strategy = None if self.trainer is None else self.trainer.strategy
+        strategy = getattr(self.trainer, "strategy", None)
         kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
@@ -370,7 +371,7 @@ class Feed(L.Callback):
         read, size, population = self._train, self.train_size, self._train_samples
         draw: Callable[[int], Any] | None = None
         if self._ours and is_overridden("order", self.data, DataModule):
-            limited, data = self.train_limit is not None, cast(DataModule, self.data)
+            data, limited = cast(DataModule, self.data), self.train_limit is not None
             draw = partial(data.order, size=size, seed=self.seed, limited=limited)
         elif (drawn := read.draw) is not None:
             draw = lambda epoch: drawn(self._drawn(epoch), keep=in_loop)  # noqa: E731
@@ -409,8 +410,7 @@ class Feed(L.Callback):
         split = self.trainer.state.stage.dataloader_prefix
         if split != "train" and loader == []:  # Lightning measures nothing there
             return loader
-        whole = isinstance(getattr(loader, "fed_by", None), EpochSampler)
-        if (split == "train") != whole:
+        if (split == "train") != isinstance(getattr(loader, "fed_by", None), EpochSampler):
             if split != "train" or isinstance(loader, FedLoader):
                 return loader
             raise ConfigError(
@@ -428,10 +428,9 @@ class Feed(L.Callback):
         """Return what replaces the loaders of a split, without a Trainer."""
         if split == "train":
             return [self.train_loader()]
-        name = f"{split}_dataloader"
-        if not is_overridden(name, self.data):
+        if not is_overridden(f"{split}_dataloader", self.data):
             return []
-        found = CombinedLoader(getattr(self.data, name)(), "sequential").flattened
+        found = CombinedLoader(getattr(self.data, f"{split}_dataloader")(), "sequential").flattened
         return [self._evaluated(each, split) for each in found if each != []]
 
     def train_loader(self) -> FedLoader:
@@ -445,8 +444,11 @@ class Feed(L.Callback):
         """Return what hooks get as `trainer.train_dataloader`: this rank's batches of the whole
         epoch, from a loader of their own, which takes nothing from the training loop.
         """
-        first = self.train_sampler().first_position
-        return self._loader(self._train, self.train_sampler(position=first), persistent=False)
+        return self._loader(
+            self._train,
+            self.train_sampler(position=self.train_sampler().first_position),
+            persistent=False,
+        )
 
     def whole_epoch(self) -> FedLoader:
         """Return what the data module's `train_dataloader` returns: all samples of the epoch, on
@@ -465,10 +467,16 @@ class Feed(L.Callback):
             log.warning(
                 "data: %s has no samples for %s: nothing is measured there.", self._name, split
             )
+        whole = self.eval_batch_size or read.batch_size
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
-        size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // ranks)
+        size = self.eval_batch_size or max(min(2, whole), whole // ranks)
+        # a limit leaves the same samples on any number of ranks, if each has one of them
         sampler = EvalSampler(
-            len(read.dataset), batch_size=size, rank=rank, ranks=ranks, pads=not predicting
+            self._limited(split, len(read.dataset), whole if whole > 1 else ranks),
+            batch_size=size,
+            rank=rank,
+            ranks=ranks,
+            pads=not predicting,
         )
         made = self._loader(read, sampler, predicting=predicting)
         self._check_padding(made, split)
@@ -534,21 +542,19 @@ class Feed(L.Callback):
         can stand in for it.
         """
         sampler = loader.fed_by
-        limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
-        reaches_last = limit >= (len(sampler) if isinstance(limit, int) else 1.0)
-        if not (sampler.has_padding and reaches_last):
+        if not sampler.has_padding:
             return
         with preserved_generators():
             if has_targets(loader.reader.dataset.__getitems__([0])):  # pyright: ignore[reportAttributeAccessIssue]
                 return
-        size, ranks, rest = sampler.size, sampler.ranks, sampler.size % sampler.ranks
-        remedy = f"Give it at least {ranks} samples, or evaluate on at most {size} ranks."
-        if size > ranks:
-            remedy = (
-                f"Leave {rest} of them out (torch.utils.data.Subset(dataset, "
-                f"range({size - rest}))), or type data.eval_batch_size=2 if the samples can be "
-                "stacked or a collate_fn pads them."
-            )
+        size, ranks = sampler.size, sampler.ranks
+        remedy = (
+            f"Leave {size % ranks} of them out (torch.utils.data.Subset(dataset, "
+            f"range({size // ranks * ranks}))), or type data.eval_batch_size=2 if the samples can "
+            "be stacked or a collate_fn pads them."
+            if size > ranks
+            else f"Give it at least {ranks} samples, or evaluate on at most {size} ranks."
+        )
         raise ConfigError(
             f"data: {self._name} has {size} samples for {split}, but {ranks} ranks with batches of "
             f"{sampler.batch_size} need one for each rank in every batch, and only a batch with "
@@ -560,20 +566,23 @@ def build(cfg: DictConfig) -> Feed:
     """Return the feed of a configuration."""
     target: Any = get_object(cfg.data._target_)
     parameters = inspect.signature(target).parameters
-    ours = isinstance(target, type) and issubclass(target, DataModule)
     settings: Any = OmegaConf.to_container(cfg.data, resolve=True)
     # a module of users may mean something else by them, but not by the batch
-    shared = LOADER_KEYS if ours else ("global_batch_size",)
+    shared = (
+        LOADER_KEYS
+        if isinstance(target, type) and issubclass(target, DataModule)
+        else ("global_batch_size",)
+    )
     own = {
         key: settings[key]
-        for key in LOADER_KEYS
+        for key in (*LOADER_KEYS, *FOLD_KEYS)
         if key in settings and (key not in parameters or key in shared)
     }
-    own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
     # our own classes take plain lists and dicts
-    own_class = target.__module__.startswith("armature.")
-    data = instantiate(given, _convert_="all" if own_class else "none")
+    data = instantiate(
+        given, _convert_="all" if target.__module__.startswith("armature.") else "none"
+    )
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "

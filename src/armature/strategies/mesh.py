@@ -48,6 +48,9 @@ REMEDIES = {
     "Sharding propagation failed":
         f"torch cannot compute this with sharded weights or gradients. In a hook, {WHOLE}. If an "
         f"optimizer's step failed, take another one; or {FEWER}",
+    "does not have a sharding strategy registered":
+        "torch has no such operation for sharded weights. If an optimizer's step failed, leave its "
+        f"fused=True out, or take another one; or {FEWER}",
     "as_strided not supported with DTensor":
         "torch cannot reach these elements of a sharded weight (fill_diagonal_ and the like). In a "
         f"hook, {WHOLE}; or {FEWER}",
@@ -183,10 +186,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._setup_distributed()
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
-        option, device = self.options["sequence_parallel"], self.root_device.type
-        expert = self.options["expert"]
+        option, expert = self.options["sequence_parallel"], self.options["expert"]
         self.options["sequence_parallel"] = mesh.shards_sequence(
-            option, device=device, expert=expert
+            option, device=self.root_device.type, expert=expert
         )
         if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
             raise ConfigError(problem)
@@ -235,10 +237,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def layout_notes(self) -> list[str]:
-        notes = [f"expert={self.options['expert']}"] * (self.options["expert"] > 1)
-        return notes + [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (
-            self.sizes["tensor"] > 1
-        )
+        return [f"expert={self.options['expert']}"] * (self.options["expert"] > 1) + [
+            f"sequence_parallel={self.options['sequence_parallel']}".lower()
+        ] * (self.sizes["tensor"] > 1)
 
     @property
     @override

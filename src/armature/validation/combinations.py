@@ -205,7 +205,7 @@ RULES: dict[str, Rules] = {
     ],
     "task.label_smoothing": [
         (
-            lambda r: r["task.loss"] == "ipo",
+            lambda r: r["task.loss"] == "ipo" and r["task.label_smoothing"],
             " is of task.loss=sigmoid. Type task.label_smoothing=0.",
         ),
     ],
