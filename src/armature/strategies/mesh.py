@@ -67,6 +67,9 @@ REMEDIES = {
     "storage of size 0":
         "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the "
         f"first one: {FEWER}",
+    "can only be applied to a module once":
+        "Children of the LightningModule share a module. Put them into one module, which calls "
+        f"them; or {FEWER}",
     "appears to not have been used in the graph":
         "A unit's forward computes with gathered copies of its weights, of which "
         "torch.autograd.grad knows nothing. Call self.manual_backward(loss), which gives each "
@@ -278,8 +281,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             name: {**vars(param)} for name, param in module.named_parameters(remove_duplicate=False)
         }
         for name, model in models:
-            own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
-            loaded = {each for each in own if not self.is_drawn(f"{name}.{each}")}
+            loaded = {
+                each
+                for each, _ in model.named_parameters(remove_duplicate=False)
+                if not self.is_drawn(f"{name}.{each}")
+            }
             runner = apply.parallelize(
                 model,
                 plans[name],
