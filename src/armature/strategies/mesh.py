@@ -65,8 +65,8 @@ REMEDIES = {
         "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
         f"armature.load; or {FEWER}",
     "storage of size 0":
-        "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the "
-        f"first one: {FEWER}",
+        "A gradient of a gradient (create_graph=True), or a block that returns an object of your "
+        f"own class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}",
     "can only be applied to a module once":
         "Children of the LightningModule share a module. Put them into one module, which calls "
         f"them; or {FEWER}",
