@@ -159,6 +159,7 @@ TABLE: list[tuple[Any, ...]] = [
     (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",)),
     # ---------------------------------------------------------------- torch
     ("torch:Tensor", "_version"),
+    ("torch:Tensor", "_is_view"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul"),
     ("torch", "_foreach_mul_"),

@@ -175,6 +175,19 @@ class ParameterLists(Regressor):
         return self.net(x * self.scales[0] * self.scales[1] + self.table["bias"])
 
 
+class InPlace(Regressor):
+    """A layer's output changes in place; of samples with positions it is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.inner(x[:, None])
+        x += 0.5
+        return self.net(x)[:, 0]
+
+
 class Tied(Regressor):
     """Encoder and decoder share one weight."""
 
@@ -293,6 +306,7 @@ class EvalInTraining(Regressor):
 
 
 HABITS = [
+    fsdp(InPlace),
     fsdp(Parametrized, sample=True),
     ddp(Hooked),
     fsdp(ParameterHooks),

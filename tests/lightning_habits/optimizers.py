@@ -162,7 +162,7 @@ class SlowWeights(torch.optim.Optimizer):
 
     def __init__(self, optimizer, k=4, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.counter = optimizer, k, alpha, 0
-        self.param_groups, self.defaults = optimizer.param_groups, {"k": k, **optimizer.defaults}
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
     state = property(lambda self: self.optimizer.state)
@@ -185,11 +185,7 @@ class SlowWeights(torch.optim.Optimizer):
         return {**self.optimizer.state_dict(), "slow": self.slow, "counter": self.counter}
 
     def load_state_dict(self, state_dict):
-        groups = zip(state_dict["slow"], self.slow, strict=True)
-        self.slow = [
-            [x.to(old) for x, old in zip(new, known, strict=True)] for new, known in groups
-        ]
-        self.counter = state_dict["counter"]
+        self.slow, self.counter = state_dict["slow"], state_dict["counter"]
         self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups = self.optimizer.param_groups
 

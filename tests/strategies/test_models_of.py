@@ -9,11 +9,12 @@ from armature.strategies.base import models_of, move_others
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_containers_are_none_and_a_part_of_torchscript_is_one():
+def test_containers_and_parts_of_others_are_none_and_a_part_of_torchscript_is_one():
     module = nn.Module()
-    module.blocks = nn.ModuleList([nn.Linear(1, 1)])
-    module.traced = torch.jit.trace(nn.Linear(1, 1), torch.zeros(1, 1), check_trace=False)
-    assert [name for name, _ in models_of(module)] == ["blocks.0", "traced"]
+    module.blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    module.net = nn.Sequential(module.blocks[1])
+    module.traced = torch.jit.trace(nn.Linear(1, 1), torch.zeros(1, 1))
+    assert [name for name, _ in models_of(module)] == ["blocks.0", "net", "traced"]
 
 
 class Distance(Metric):
@@ -21,7 +22,7 @@ class Distance(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 2).requires_grad_(False)
+        self.net = nn.Linear(2, 2)
 
     def update(self) -> None: ...
 
@@ -32,7 +33,7 @@ def test_a_metric_that_holds_a_network_is_none_and_moves_to_the_device_whole():
     module = nn.Module()
     module.net = nn.Linear(1, 1)
     module.distance = Distance()
-    module.several = MetricCollection({"distance": Distance()})
+    module.several = MetricCollection([Distance()])
     module.containers = nn.ModuleDict({"val": Distance()})
     assert [name for name, _ in models_of(module)] == ["net"]
     move_others(module, {module.net}, torch.device("meta"))

@@ -28,6 +28,7 @@ CASES = {  # what torch says, and what is added
         MeshStrategy,
         "fused=True",
     ),
+    "composable distributed API can only be applied to a module once": (MeshStrategy, "one module"),
     "as_strided not supported with DTensor": (MeshStrategy, WHOLE),
     ".numpy() is not supported for tensor subclasses.": (MeshStrategy, WHOLE),
     "Attempted to access the data pointer on an invalid python storage.": (MeshStrategy, WHOLE),

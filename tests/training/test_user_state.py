@@ -64,12 +64,16 @@ class Counts(L.Callback):
 class Slow(torch.optim.SGD):
     steps = 0
 
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.SGD(self.param_groups)
+
 
 def trainer_of(module: Any, *callbacks: Any) -> Any:
     return SimpleNamespace(
         lightning_module=module,
         callbacks=callbacks,
-        optimizers=[Slow(module.parameters(), lr=0.1)],
+        optimizers=[Slow(module.parameters())],
         datamodule=NumbersData(),
         lr_scheduler_configs=[],
         gradient_clip_val=1.0,
@@ -98,20 +102,27 @@ def change(trainer: Any) -> None:
     trainer.callbacks[0].bad += 1
     trainer.callbacks[0].mean.update(3.0)
     trainer.optimizers[0].steps += 2
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.2
     trainer.datamodule.difficulty = 3
     trainer.gradient_clip_val = 0.5
 
 
 def values(trainer: Any) -> list[Any]:
-    module = trainer.lightning_module
-    own = [module.norms, module.seen, module.best, module.queue, module.color, module.folder]
-    own += [module.net[2].training, module.net[0].weight.requires_grad]
-    own += [module.array.tolist(), module.net[2].p, module.table.tolist(), module.score]
-    own += [module.criterion.center.tolist(), module.meter, module.new["made"].tolist()]
-    own += [trainer.callbacks[0].bad, float(trainer.callbacks[0].mean.compute())]
-    own += [trainer.optimizers[0].steps, trainer.datamodule.difficulty, trainer.gradient_clip_val]
-    drawn = [module.python.random(), module.net[1].rng.random()]
-    return [*own, *drawn, torch.rand(1, generator=module.generator).item()]
+    module, (callback,), (optimizer,) = (
+        trainer.lightning_module,
+        trainer.callbacks,
+        trainer.optimizers,
+    )
+    return [
+        module.norms, module.seen, module.best, module.queue, module.color, module.folder,
+        module.net[2].training, module.net[0].weight.requires_grad,
+        module.array.tolist(), module.net[2].p, module.table.tolist(), module.score,
+        module.criterion.center.tolist(), module.meter, module.new["made"].tolist(),
+        callback.bad, float(callback.mean.compute()),
+        optimizer.steps, trainer.datamodule.difficulty, trainer.gradient_clip_val,
+        module.python.random(), module.net[1].rng.random(),
+        torch.rand(1, generator=module.generator).item(),
+    ]  # fmt: skip
 
 
 def test_what_changed_is_put_back_as_the_type_that_it_had():
@@ -121,11 +132,13 @@ def test_what_changed_is_put_back_as_the_type_that_it_had():
     change(saving)
     saved = plain.plain(state.changed())
     assert not {"module.large", "module.net.0.in_features"} & saved.keys()
-    shared = resumed.lightning_module.norms
+    module, (slow,) = resumed.lightning_module, resumed.optimizers
+    shared = module.norms
     user_state.put_back(resumed, saved)
     assert values(resumed) == values(saving)
-    assert resumed.lightning_module.norms is shared
-    assert resumed.lightning_module.criterion.owner == [resumed.lightning_module.criterion]
+    assert module.norms is shared
+    assert slow.param_groups[0] is slow.inner.param_groups[0]
+    assert module.criterion.owner == [module.criterion]
 
 
 def test_lists_of_weights_stay_those_of_the_model():

@@ -245,7 +245,7 @@ def problem(place: str, kind: str) -> str:
         "again on loading"
     )
     if "DTensor" in kind:
-        advice = "register it as a buffer, which is saved with the weights under every strategy"
+        advice = "keep it in a buffer, or type strategy=ddp (an average: callbacks=ema)"
     return (
         f"{place} is a {kind}, which no checkpoint can hold: loading it would run code. "
         f"Remedy: {advice}."

@@ -152,9 +152,7 @@ def place_weights(
     source: Path,
     module: nn.Module,
     weights: dict[str, Any],
-    *,
-    strict: bool = True,
-    may_lack: Callable[[str], bool] = lambda name: False,
+    **options: Any,
 ) -> None:
     """Load weights through the module's `load_state_dict`, and so with hooks and code of users.
 
@@ -168,7 +166,7 @@ def place_weights(
         for name, value in weights.items()
         if name not in elsewhere
     }
-    load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
+    load_tensors_of(source, module, chosen, **options)
 
 
 def load_tensors_of(
@@ -182,7 +180,8 @@ def load_tensors_of(
 ) -> None:
     """Call the module's `load_state_dict`, and name what does not fit.
 
-    One that the module replaces may take no `assign`, as torch's did once, and may return nothing.
+    One that the module replaces decides itself what may lack. It may take no `assign`, as torch's
+    did once, and may return nothing.
 
     Args:
         source: where the weights come from, for messages.
@@ -192,8 +191,10 @@ def load_tensors_of(
         ConfigError: names or sizes differ from the module's. With strict=False only sizes are
             compared.
     """
-    assigns = assign and _takes(module.load_state_dict, "assign")
-    options: dict[str, Any] = {"strict": False} | ({"assign": True} if assigns else {})
+    decides = type(module).load_state_dict is not nn.Module.load_state_dict
+    options: dict[str, Any] = {"strict": strict and decides}
+    if assign and _takes(module.load_state_dict, "assign"):
+        options["assign"] = True
     try:
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
@@ -205,7 +206,7 @@ def load_tensors_of(
             if wrong
             else f"{source} does not fit the model. {error}"
         ) from None
-    if strict:
+    if strict and not decides:
         _check_names(source, [name for name in missing if not may_lack(name)], surplus)
 
 

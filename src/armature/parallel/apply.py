@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.utils._pytree import tree_map
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
@@ -173,7 +174,6 @@ def parallelize(
             weights.around(block)
     # 7. shard: units. A stage is one with what is in none: torch's schedules steer it as a whole
     # FSDP2 moves offloaded weights to the GPU, of one rank as well
-    found = None
     if data_mesh.size() > 1 or options.cpu_offload:
         for part in parts:
             found = units.find(
@@ -258,8 +258,21 @@ def shard_units(
     if not isinstance(model, FSDPModule):
         fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
+        module.register_forward_hook(_without_views, prepend=True)
         module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a unit before FSDP's own, which `x += y` drops if x is a view: the unit would
+    have wrong gradients, or none of its weights in backward.
+    """
+
+    def own(value: Any) -> Any:
+        tracked = isinstance(value, Tensor) and value.requires_grad
+        return value.clone() if tracked and value._is_view() else value
+
+    return tree_map(own, output)
 
 
 def _gather_ahead(modules: list[list[nn.Module]], *, options: Options) -> None:

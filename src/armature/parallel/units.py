@@ -101,12 +101,11 @@ def _of_plan(model: nn.Module, plan: Plan, min_num_params: int) -> list[list[nn.
         for each in model.modules()
         if isinstance(each, LEAVES) and each not in inside and not isinstance(each, _KEPT)
     ]
-    ends: list[nn.Module] = [
-        each for each in (*first, *leaves, *last) if 0 < size(each) >= min_num_params
-    ]
-    before = [[each] for each in ends if each in first]
-    after = [[each] for each in ends if each not in first]
-    return before + _together(blocks, min_num_params) + after
+
+    def large(parts: list[nn.Module]) -> list[list[nn.Module]]:
+        return [[each] for each in parts if 0 < size(each) >= min_num_params]
+
+    return large(first) + _together(blocks, min_num_params) + large(leaves + last)
 
 
 def _together(blocks: list[nn.Module], min_num_params: int) -> list[list[nn.Module]]:

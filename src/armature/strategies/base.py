@@ -349,22 +349,21 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return gathered[self.sample_ranks] if copies else gathered
 
 
-def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
+def models_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that have weights and a forward, outermost ones only, with their names.
 
-    A child without a forward, such as a ModuleList, is a container: its own children are the
-    models. A metric is none,
-    even if it holds a network, as FID does: every rank has the whole.
+    A module without a forward, such as a ModuleList, is a container: its children are the models.
+    One that is a part of another, such as an encoder that an autoencoder is made of, is none. A
+    metric is none, even if it holds a network, as FID does: every rank has the whole.
     """
-    models: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        if isinstance(child, Metric | MetricCollection):
-            continue
-        if not has_forward(child):
-            models += models_of(child, prefix=f"{prefix}{name}.")
-        elif any(True for _ in child.parameters()):
-            models.append((prefix + name, child))
-    return models
+    found = {part: name for name, part in module.named_modules() if name and has_forward(part)}
+    inside = {each for part in found for each in part.modules() if each is not part}
+    return [
+        (name, part)
+        for part, name in found.items()
+        if not (part in inside or isinstance(part, Metric | MetricCollection))
+        and [*part.parameters()]
+    ]
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -67,8 +67,11 @@ REMEDIES = {
         "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
         f"armature.load; or {FEWER}",
     "storage of size 0":
-        "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the "
-        f"first one: {FEWER}",
+        "A gradient of a gradient (create_graph=True), or a block that returns an object of your "
+        f"own class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}",
+    "can only be applied to a module once":
+        "Children of the LightningModule share a module. Put them into one module, which calls "
+        f"them; or {FEWER}",
     "appears to not have been used in the graph":
         "A unit's forward computes with gathered copies of its weights, of which "
         "torch.autograd.grad knows nothing. Call self.manual_backward(loss), which gives each "
@@ -279,8 +282,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         }
         shared = _shared(models)
         for name, model in models:
-            own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
-            loaded = {each for each in own if not self.is_drawn(f"{name}.{each}")}
+            loaded = {
+                each
+                for each, _ in model.named_parameters(remove_duplicate=False)
+                if not self.is_drawn(f"{name}.{each}")
+            }
             runner = apply.parallelize(
                 model,
                 plans[name],

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from armature import errors
-from armature.checkpoint import plain
+from armature.checkpoint import optimizers, plain
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.training import epoch_metrics
@@ -325,9 +325,11 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda generator, state: generator.set_state(state),
     ),
     nn.Module: (_module_state, _set_module_state),
+    # of one in another: what both share, such as groups, stays shared
+    Optimizer: (optimizers.whole_state, optimizers.load_whole),
     **{
         kind: (lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state))
-        for kind in (Optimizer, LRScheduler, torch.amp.GradScaler)
+        for kind in (LRScheduler, torch.amp.GradScaler)
     },
 }
 
