@@ -108,7 +108,7 @@ def test_a_space_without_values_is_refused(text, expected):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["optimizer.lr=-1"], "refused: -1"),  # a sweep of one trial
+        (["optimizer.lr=-1"], "refused: optimizer.lr=-1"),  # a sweep of one trial
         (
             ["sweep=lr", "hydra.sweeper.max_batch_size=-1"],
             "hydra.sweeper.max_batch_size=-1: type a number of trials",
@@ -127,9 +127,9 @@ def test_a_space_without_values_is_refused(text, expected):
 def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
     config.register()
 
-    def check(cfg):
+    def check(cfg, overrides):
         if cfg.optimizer.lr < 0:
-            raise ConfigError(f"refused: {cfg.optimizer.lr}")
+            raise ConfigError(f"refused: {overrides[-1]}")
 
     (problem,) = explain_sweep(["experiment=example", *typed], check)
     assert expected in problem
@@ -185,7 +185,7 @@ def test_both_ends_are_checked_before_the_first_trial():
         "optimizer.lr=interval(0.1,1)",
     ]
 
-    def check(cfg):
+    def check(cfg, overrides):
         if cfg.model.width < 1:
             raise ConfigError(f"model.width={cfg.model.width}: too small")
 

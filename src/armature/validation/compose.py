@@ -54,7 +54,9 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
     """
     with _hydra(overrides):
         groups, sound, keys, failed, problems = _groups(), [], [], [], []
-        for each in (each for each in overrides if each not in _searched):
+        for each in overrides:
+            if each in _searched:
+                continue
             parsed = parse_override(each)
             if parsed is None:
                 problems.append(of_no_form(each))
@@ -164,15 +166,15 @@ def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Excepti
     return None
 
 
-def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -> list[str]:
+def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[str]:
     """What is wrong with any value of a sweep, before its first trial: each is tried beside the
     others' first values.
 
     What more than 4 s of CPU time would be needed for is left to its trial.
 
     Args:
-        check: raises ConfigError for a configuration that a run would refuse here; trials that
-            another launcher sends elsewhere are only composed.
+        check: raises ConfigError for a configuration and its `overrides` that a run would refuse
+            here; trials that another launcher sends elsewhere are only composed.
     """
     with _hydra(overrides):
         try:
@@ -190,14 +192,14 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
         for value, others in trials[:MOST_VALUES] or [([], fixed)]:
             if end is not None and time.process_time() > end:
                 break
-            made = _composed((*others, *value), hydra=False)
+            made = _composed(typed := (*others, *value), hydra=False)
             if isinstance(made, Exception):
                 alone = _composed((*others,))
                 cfg = OmegaConf.create() if isinstance(alone, Exception) else alone
                 found += [_describe(made, each, cfg) for each in value]
             elif here:
                 try:
-                    check(made)
+                    check(made, overrides=typed)
                 except ConfigError as error:
                     found += error.problems
             # the first one's time is that of the imports
