@@ -69,17 +69,18 @@ def test_mistakes_are_answered_as_in_a_clone(moons):
 
 @pytest.mark.slow
 def test_it_trains_resumes_is_evaluated_and_swept(moons):
-    fixed = ("trainer.accelerator=cpu", "trainer.precision=32-true", "logger=none", "run.name=a")
+    fixed = ("trainer.accelerator=cpu", "trainer.precision=32-true", "logger=none")
     for epochs in (1, 2):  # the second start resumes
-        words = (*fixed, f"trainer.max_epochs={epochs}", "strategy=ddp", "trainer.devices=2")
-        said = call("train", *words, cwd=moons)
+        words = ("run.name=a", f"trainer.max_epochs={epochs}", "strategy=ddp", "trainer.devices=2")
+        said = call("train", *fixed, *words, cwd=moons)
     assert "next: armature evaluate outputs/a" in said
     assert len(losses(moons / "outputs" / "a")) == 50
     assert "test/accuracy" in call("evaluate", "outputs/a", "--accelerator", "cpu", cwd=moons)
-    words = (*fixed[:3], "run.name=s", "trainer.max_epochs=1", "seed=0,1")
+    python = ["env", "ARMATURE_PROJECT=.", sys.executable, "-c"]  # as in a notebook
+    call("import armature; armature.load('outputs/a')", cwd=moons, command=python)
     for parallel in (1, 2):
-        said = call("train", "-m", *words, f"sweep.parallel={parallel}", cwd=moons)
-        assert "best: " in said
+        words = ("run.name=s", "trainer.max_epochs=1", "seed=0,1", f"sweep.parallel={parallel}")
+        assert "best: " in call("train", "-m", *fixed, *words, cwd=moons)
 
 
 @pytest.mark.slow
@@ -87,9 +88,9 @@ def test_a_wheel_has_the_configs_and_the_scripts(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("configs", "scripts", "src"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.txt"), *ROOT.glob("*.md")):
-        shutil.copy(path, tmp_path)
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for pattern in ("*.toml", "*.txt", "*.md", "setup.py"):
+        for path in ROOT.glob(pattern):
+            shutil.copy(path, tmp_path)
     (tmp_path / "configs" / "local" / "default.yaml").write_text("{}\n")
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     call(build, cwd=tmp_path, command=[sys.executable, "-c"])
@@ -98,8 +99,8 @@ def test_a_wheel_has_the_configs_and_the_scripts(tmp_path):
     shipped = [path for path in project.SHIPPED.rglob("*") if path.suffix in (".yaml", ".json")]
     wanted = {f"armature/configs/{path.relative_to(project.SHIPPED)}" for path in shipped}
     wanted -= {"armature/configs/local/default.yaml"}
-    scripts = ROOT / "scripts"
-    wanted |= {f"armature/scripts/{path.relative_to(scripts)}" for path in scripts.rglob("*.py")}
+    scripts = (ROOT / "scripts").rglob("*.py")
+    wanted |= {f"armature/{path.relative_to(ROOT)}" for path in scripts}
     wanted |= {f"armature/scripts/project/{name}" for name in (".gitignore", "Makefile")}
     wanted |= {"armature/pages/page.css", "armature/data/digits.csv.gz", "example/model.py"}
     assert wanted <= names

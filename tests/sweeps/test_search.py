@@ -159,7 +159,7 @@ def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resum
     asked = []
 
     def stopped():
-        asked.append(search.is_hopeless(folder / "0", 1, 0.1))
+        asked.append(search.is_hopeless(folder / "0", 2, 0.1))
         raise SystemExit(143)
 
     pruner = {"name": "ThresholdPruner", "lower": 0.3}
@@ -167,11 +167,12 @@ def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resum
         begin(stopped, trials=1, pruner=pruner)
 
     def resumed():
-        asked.append(search.is_hopeless(folder / "0", 2, 0.9))
+        # from a checkpoint of before that validation
+        asked.extend(search.is_hopeless(folder / "0", step, 0.9) for step in (1, 2))
         return 0.9
 
     begin(resumed, trials=1, pruner=pruner)
-    assert asked == [True, True]
+    assert asked == [True, False, True]
     assert states(folder) == ["PRUNED"]
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 HOPELESS = 5  # so many trials, all of them failed, end the search
 OF_GRIDS = ("GridSampler", "BruteForceSampler")
 PRUNE = "+callbacks.prune={_target_:armature.callbacks.prune.Prune,monitor:'${checkpoint.monitor}'}"
-PRUNED = "pruned"  # attribute of a trial that its callback ended
+PRUNED = "pruned"  # attribute of a trial that its callback ended: the step
 SAME_RESULT = (
     "run.",
     "launch.",
@@ -82,8 +82,9 @@ def is_hopeless(run_dir: Path, step: int, value: float) -> bool:
     opened = open_study(run_dir.parent, create=False)
     number = int(run_dir.name)
     frozen = opened.trials[number]
-    if PRUNED in frozen.user_attrs:  # a signal came between this answer and the trial's end
-        return True
+    # a signal came between this answer and the trial's end, and it may resume from before that step
+    if PRUNED in frozen.user_attrs:
+        return step >= frozen.user_attrs[PRUNED]
     trial = load_optuna().Trial(opened, frozen._trial_id)
     if step not in frozen.intermediate_values:  # a resumed trial may repeat a validation
         trial.report(value, step)
@@ -101,7 +102,7 @@ def _tell(study: Any, folder: Path, result: pool.Result, *, monitor: str) -> Non
     TrialState, number = load_optuna().trial.TrialState, result.trial.number
     if result.is_resumable:
         return
-    if study.trials[number].user_attrs.get(PRUNED) is not None and result.error is None:
+    if PRUNED in study.trials[number].user_attrs and result.error is None:
         study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
     elif result.metric is not None:
         study.tell(number, result.metric, skip_if_finished=True)

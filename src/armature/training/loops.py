@@ -174,9 +174,8 @@ class EpochLoop(_TrainingEpochLoop):
             ends = ended or self.batch_progress.is_last_batch or trainer.should_stop
             if not ends and (batches + 1) % every:
                 return False
-        due = super()._should_check_val_fx(data_fetcher)
-        return due or (
-            ended and self._accumulated_batches_reached() and self.trainer.enable_validation
+        return super()._should_check_val_fx(data_fetcher) or (
+            ended and self._accumulated_batches_reached() and trainer.enable_validation
         )
 
     @property
@@ -230,11 +229,13 @@ class EpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = closing
         self._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
         self.restarting = bool(batches)
-        self._restart_stage = BatchStage.NONE
-        if batches:
-            self._restart_stage = (
-                BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
-            )
+        self._restart_stage = (
+            BatchStage.NONE
+            if not batches
+            else BatchStage.RESTARTED_ON_LAST
+            if closing
+            else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
+        )
         self.val_loop.restarting = False
         # nothing but the end of the epoch is left
         self.val_loop._has_run = closing or self.last_batch_is_done
@@ -255,7 +256,6 @@ class FitLoop(_FitLoop):
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
-        self._begun = False
 
     @property
     @override
@@ -287,11 +287,11 @@ class FitLoop(_FitLoop):
         Lightning counts micro-batches, so that the learning rate would depend on how a global batch
         is divided.
         """
-        trainer = self.trainer
-        limited = self.epoch_loop.max_global_batches is not None
-        for config in trainer.lr_scheduler_configs if limited else ():
+        if self.epoch_loop.max_global_batches is None:
+            return
+        for config in self.trainer.lr_scheduler_configs:
             if config.interval == "step":
-                config.frequency *= trainer.accumulate_grad_batches
+                config.frequency *= self.trainer.accumulate_grad_batches
 
     @override
     def _iteration_based_training(self) -> bool:
@@ -319,6 +319,11 @@ class FitLoop(_FitLoop):
     def on_run_start(self) -> None:
         super().on_run_start()
         agree(self.trainer)
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        # not the loaders' empty states, which stock Lightning would want its own loaders to have
+        return {}
 
     @override
     def on_advance_end(self) -> None:

@@ -53,35 +53,41 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
     The options of groups are composed once, and each other override is applied to the result.
     """
     with _hydra(overrides):
-        groups, sound, keys, failed, problems = _groups(), [], [], [], []
-        for each in (each for each in overrides if each not in _searched):
-            parsed = parse_override(each)
-            if parsed is None:
-                problems.append(of_no_form(each))
-            elif parsed.is_sweep_override():
-                # values of a sweep do not compose as they stand, and are no mistake
-                problems += [] if sweep else [_several(each)]
-            elif not ("/" in parsed.key_or_group or parsed.key_or_group in groups):
-                keys.append((each, parsed))
-            elif parsed.key_or_group in groups and None in _files(parsed).values():
-                failed.append((each, MissingConfigException("")))
+        return _explain(error, overrides, sweep=sweep)
+
+
+def _explain(error: Exception, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+    groups, sound, keys, failed, problems = _groups(), [], [], [], []
+    for each in overrides:
+        if each in _searched:
+            continue
+        parsed = parse_override(each)
+        if parsed is None:
+            problems.append(of_no_form(each))
+        elif parsed.is_sweep_override():
+            # values of a sweep do not compose as they stand, and are no mistake
+            problems += [] if sweep else [_several(each)]
+        elif parsed.key_or_group in groups and None in _files(parsed).values():
+            failed.append((each, MissingConfigException("")))
+        elif parsed.key_or_group in groups or "/" in parsed.key_or_group:
+            sound.append(each)
+        else:
+            keys.append((each, parsed))
+    if isinstance(_composed((*sound,)), Exception):  # one by one takes a second
+        if isinstance(problem := _composed(()), Exception):
+            return [f"The configuration files do not compose: {plain_text(problem)}"]
+        options, sound = sound, []
+        for each in options:
+            if isinstance(problem := _composed((*sound, each)), Exception):
+                failed.append((each, problem))
             else:
                 sound.append(each)
-        if isinstance(_composed((*sound,)), Exception):  # one by one takes a second
-            if isinstance(problem := _composed(()), Exception):
-                return [f"The configuration files do not compose: {plain_text(problem)}"]
-            options, sound = sound, []
-            for each in options:
-                if isinstance(problem := _composed((*sound, each)), Exception):
-                    failed.append((each, problem))
-                else:
-                    sound.append(each)
-        cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
-        for each, parsed in keys:
-            if (problem := apply(cfg, parsed)) is not None:
-                failed.append((each, problem))
-        problems += [_describe(problem, each, cfg) for each, problem in failed]
-        problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
+    cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
+    for each, parsed in keys:
+        if (problem := apply(cfg, parsed)) is not None:
+            failed.append((each, problem))
+    problems += [_describe(problem, each, cfg) for each, problem in failed]
+    problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
     # Hydra makes a sweep's folder
     if isinstance(error, OSError) and error.filename and not problems:
         return [
@@ -96,7 +102,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
     return problems or [plain_text(error)]
 
 
-def _of_values(cfg: DictConfig, overrides: list[str], failed: list[str]) -> list[str]:
+def _of_values(cfg: DictConfig, overrides: Sequence[str], failed: list[str]) -> list[str]:
     """Return what is wrong with the values of the other overrides."""
     from armature.validation import checks  # which most mistakes of this kind do not need
 
@@ -148,9 +154,10 @@ def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Excepti
     """
     key, value = override.key_or_group, override.value()
     there = OmegaConf.select(cfg, key, throw_on_missing=False)
-    adds, container = adds or override.is_add(), isinstance(value, dict | list)
-    exists = there is not None and not container
-    if (override.is_delete() and there is None) or (override.is_add() and exists):
+    adds = adds or override.is_add()
+    if (override.is_delete() and there is None) or (
+        override.is_add() and there is not None and not isinstance(value, dict | list)
+    ):
         return KeyError(key)
     try:
         if override.is_delete():
@@ -164,15 +171,15 @@ def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Excepti
     return None
 
 
-def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -> list[str]:
+def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[str]:
     """What is wrong with any value of a sweep, before its first trial: each is tried beside the
-    others' first values.
+    others' first values, then beside their last. One that fits either is left to its trials.
 
     What more than 4 s of CPU time would be needed for is left to its trial.
 
     Args:
-        check: raises ConfigError for a configuration that a run would refuse here; trials that
-            another launcher sends elsewhere are only composed.
+        check: raises ConfigError for a configuration and its `overrides` that a run would refuse
+            here; trials that another launcher sends elsewhere are only composed.
     """
     with _hydra(overrides):
         try:
@@ -183,23 +190,29 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
             return []  # Hydra meets it, too
         found, end = [], None
         trials = [
-            ([value], [*fixed, *(each[0] for j, each in enumerate(values) if j != i)])
+            [
+                [*fixed, *(each[at] for j, each in enumerate(values) if j != i), value]
+                for at in (0, -1)
+            ]
             for i, of_one in enumerate(values)
             for value in of_one
         ]
-        for value, others in trials[:MOST_VALUES] or [([], fixed)]:
+        for trial in trials[:MOST_VALUES] or [[fixed]]:
             if end is not None and time.process_time() > end:
                 break
-            made = _composed((*others, *value), hydra=False)
-            if isinstance(made, Exception):
-                alone = _composed((*others,))
-                cfg = OmegaConf.create() if isinstance(alone, Exception) else alone
-                found += [_describe(made, each, cfg) for each in value]
-            elif here:
+            problems = []
+            for typed in trial:
+                made = _composed((*typed,), hydra=False)
                 try:
-                    check(made)
+                    if isinstance(made, Exception):
+                        raise ConfigError(_explain(made, typed))
+                    if here:
+                        check(made, overrides=typed)
+                    break
                 except ConfigError as error:
-                    found += error.problems
+                    problems = error.problems
+            else:
+                found += problems
             # the first one's time is that of the imports
             end = end or time.process_time() + MOST_SECONDS
     # Hydra's own values are not there yet, which it says in this text alone
@@ -257,14 +270,10 @@ def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) ->
     lines = [
         f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given
     ]
-    swept = [
-        override
-        for override in [*parsed, *parser.parse_overrides(lines)]
-        if override.is_sweep_override()
-    ]
     values = [
         [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-        for each in swept
+        for each in [*parsed, *parser.parse_overrides(lines)]
+        if each.is_sweep_override()
     ]
     return [of_one for of_one in values if of_one]
 

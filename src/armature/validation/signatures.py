@@ -8,6 +8,7 @@ import difflib
 import dis
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError, error_line, place_of
-from armature.project import SOURCES, config_file
+from armature.project import IMPORTED, SOURCES, config_file
 from armature.validation import foreign_keys
 
 LIBRARIES = ("torch", "lightning", "builtins", "abc", "typing")  # they declare nothing of ours
@@ -30,6 +31,8 @@ PACKAGES_KEY = "launch.allowed_packages"
 _EMPTY = inspect.Parameter.empty
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _allowed: set[str] = set()
+# for armature.load in a notebook of a project; commands and ranks have them already, before others
+sys.path += [each for each in IMPORTED if each not in sys.path]
 
 
 # ---------------------------------------------------------------- packages
@@ -49,11 +52,11 @@ def installed() -> list[str]:
     """Return the packages that the configuration files of this installation allow, and the user's
     own in src/.
     """
-    files = [config_file("launch", "default"), config_file("local", "default")]
-    found = [OmegaConf.load(file) for file in files if file is not None]
+    keys = {"launch": "allowed_packages", "local": PACKAGES_KEY}
     lists = [
-        OmegaConf.select(found[0], "allowed_packages"),
-        *(OmegaConf.select(each, PACKAGES_KEY) for each in found[1:]),
+        OmegaConf.select(OmegaConf.load(file), key)
+        for group, key in keys.items()
+        if (file := config_file(group, "default"))
     ]
     return [*dict.fromkeys([*(str(name) for names in lists for name in names or ()), *own()])]
 
