@@ -101,11 +101,13 @@ def report_on(words: list[str]) -> None:
 
     paths = [Path(word) for word in words]
     pages = [path / report.NAME for path in paths]
-    unwritable = {page: files.why_not_writable(page) for page in pages}
-    if problems := history.not_runs(paths) or [
+    # whether a page can be written is tried by writing, which makes its folder
+    problems = history.not_runs(paths) or [
         f"{page}: it cannot be written ({reason}). Copy the run to where you may write."
-        for page, reason in unwritable.items() if reason
-    ]:  # fmt: skip
+        for page in pages
+        if (reason := files.why_not_writable(page))
+    ]
+    if problems:
         cli.refuse(problems)
     for path, page in zip(paths, pages, strict=True):
         cli.write_output("", page, report.make(path))

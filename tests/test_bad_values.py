@@ -191,11 +191,14 @@ def test_a_name_that_no_folder_can_have_is_refused(length):
     assert "Shorten it" in problem
 
 
-@pytest.mark.parametrize("value", ["/home/müller/x", "it's", "a;b", "a (1)", "a#b", "日本", "a=b"])
+@pytest.mark.parametrize(
+    "value",
+    ["/home/müller/x", "it's", "a;b", "a (1)", "a#b", "日本", "a=b", "1.10", "1_0", "7e12345"],
+)
 def test_names_that_hydra_takes_in_quotes_only_arrive_as_typed(value):
     config.register()
     with composing():
-        assert compose("train", overrides=[quoting.quoted(f"run.root={value}")]).run.root == value
+        assert compose("train", overrides=[quoting.quoted(f"run.name={value}")]).run.name == value
 
 
 @pytest.mark.parametrize(

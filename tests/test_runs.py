@@ -156,3 +156,4 @@ def test_what_is_no_run_has_no_page(words, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runs.main()
     assert message in capsys.readouterr().err
+    assert "nowhere" not in os.listdir()

@@ -130,7 +130,8 @@ def of_no_form(override: str) -> str:
 def _several(override: str) -> str:
     return (
         f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, "
-        f"as in {override.split(',')[0]}."
+        f"as in {override.split(',')[0]}. A list has brackets, as in logger=[csv,tensorboard], and "
+        "a text with commas two pairs of quotes: 'key=\"a, b\"'."
     )
 
 

@@ -22,9 +22,6 @@ _ACCUMULATE = (
 )
 _EVERY = "Type trainer.val_every_n_steps=… (optimizer steps; null: at the end of each epoch)"
 _LR = "Type optimizer.lr={value}"
-_LIMIT = (
-    "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier"
-)
 _ALL_OR_ONE = "Type trainer.devices={value} (processes per machine) with trainer.accelerator=gpu"
 _ALL_GPUS = "Type trainer.devices=auto"
 _CHOSEN_GPUS = (
@@ -34,7 +31,6 @@ _CHECKPOINTS = (
     "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 )
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
-_DDP = "Type strategy=ddp trainer.devices=N"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
 
 # A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
@@ -46,10 +42,13 @@ FOREIGN: dict[str, str] = {
     "trainer.accumulate_grad_batches": _ACCUMULATE,
     "trainer.val_check_interval": _EVERY,
     "trainer.check_val_every_n_epoch": _EVERY,
-    "trainer.min_epochs": _LIMIT,
+    "trainer.min_epochs": "Type trainer.max_steps=… or trainer.max_epochs=…, and "
+    "callbacks=early_stopping to end earlier",
     "trainer.enable_checkpointing": _CHECKPOINTS,
     "trainer.default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
+    "trainer.sync_batchnorm": "It is on. To turn it off, type strategy=ddp "
+    "strategy.sync_batchnorm=false",
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
     # its older arguments
@@ -60,7 +59,7 @@ FOREIGN: dict[str, str] = {
     # its values
     "trainer=gpu": "Type trainer.accelerator=gpu",
     "trainer=cpu": "Type trainer.accelerator=cpu",
-    "trainer=ddp": _DDP,
+    "trainer=ddp": "Type strategy=ddp trainer.devices=N",
     "trainer.devices=-1": _ALL_GPUS,
     "trainer.devices=[…]": _CHOSEN_GPUS,
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
@@ -98,6 +97,7 @@ FOREIGN: dict[str, str] = {
     # ------------------------------------------------------------------ Hugging Face's Trainer and
     # other scripts
     "epochs": "Type trainer.max_epochs={value}",
+    "num_train_epochs": "Type trainer.max_epochs={value}",
     "learning_rate": _LR,
     "warmup_steps": "Type scheduler.warmup={value}",
     "per_device_train_batch_size": "Type data.micro_batch_size={value}",

@@ -8,31 +8,30 @@ from armature.project import FOLDERS
 
 
 def quoted(argument: str) -> str:
-    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`,
-    `é`, `'` or `(`.
+    """Add the quotes that Hydra's grammar needs: around values with `=`, `é`, `'` or `(`, and names
+    that it would take for numbers, as in `debug=nan` and `run.name=1.10`.
 
     `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group. The `~` of a folder becomes the
     home.
     """
-    key, _, value = argument.partition("=")
+    key, equals, value = argument.partition("=")
     if key in _FOLDERS and value.startswith("~"):  # which a shell leaves as it is after `run.root=`
         value = os.path.expanduser(value)
         argument = f"{key}={value}"
     if value == "null" and any((folder / key).is_dir() for folder in FOLDERS):
         return f"{key}=[]"
-    if argument == "debug=nan":
-        return "debug='nan'"
-    if argument.startswith("-") or value[:1] in ("'", '"', "[", "{") or "${" in value:
+    if argument.startswith("-") or _GRAMMAR.search(value):
         return argument
-    parts = value.split(",")  # of a sweep; the arguments of range(…) are no such parts
-    if _FUNCTION.fullmatch(value) or not any(_ODD.search(part) for part in parts):
-        return argument
-    return f"{key}={','.join(_quote(part) if _ODD.search(part) else part for part in parts)}"
+    odd = re.compile(f"{_ODD}|{_NUMBERS.get(key, _ODD)}", re.ASCII)
+    parts = value.split(",")  # of a sweep
+    return key + equals + ",".join(_quote(part) if odd.search(part) else part for part in parts)
 
 
 _FOLDERS = ("run.root", "checkpoint.root", "resume")
-_ODD = re.compile(r"[^\w/\-\\+.$%*@?|:\s]", re.ASCII)  # what Hydra takes in quotes only
-_FUNCTION = re.compile(r"\w+\(.*\)", re.ASCII)
+_ODD = r"[^\w/\-\\+.$%*@?|:\s]"  # what Hydra takes in quotes only
+_NUMBERS = {"debug": "^nan$", "run.name": r"^\d+[_.e]"}  # 7e12345, of a commit, would be infinity
+# what is in Hydra's grammar already: quotes, lists, references and functions
+_GRAMMAR = re.compile(r"""^['"\[{]|\$\{|^\w+\(.*\)$""", re.ASCII)
 
 
 def _quote(value: str) -> str:

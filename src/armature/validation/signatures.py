@@ -278,7 +278,10 @@ def argument_problems(
             if not signature.open and key not in signature.mentioned:
                 names = [f"{path}.{name}" for name in signature.parameters]
                 hint = foreign_keys.hint(f"{path}.{key}", str(value), names)
-                found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
+                found.append(
+                    f"{path}.{key}: {target} takes no argument '{key}' (~{path}.{key} leaves out "
+                    f"what a file sets).{hint}"
+                )
             continue
         if takes_tensor(signature.parameters[key]) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
