@@ -194,13 +194,15 @@ def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeyp
     assert script["count_ranks"](5, "cpu") == 5
 
 
+predicts = predict.predict
+
+
 def meets_no_samples(task, data, trainer):
-    (writer,) = [each for each in trainer.callbacks if isinstance(each, predict.RowWriter)]
-    writer.part.touch()
+    predicts(Halves(), Feed(Plain([0])), trainer)
 
 
 @pytest.mark.parametrize(
-    ("predicts", "message"),
+    ("meets", "message"),
     [
         (
             running.meet_a_full_disk,
@@ -214,7 +216,7 @@ def meets_no_samples(task, data, trainer):
     ],
 )
 def test_what_prevents_predictions_is_named_and_leaves_no_file(
-    predicts, message, tmp_path, monkeypatch, capsys
+    meets, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
@@ -227,7 +229,7 @@ def test_what_prevents_predictions_is_named_and_leaves_no_file(
     monkeypatch.setattr("armature.loading.task_and_weights", lambda *args, **kwargs: (None, dict))
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
     monkeypatch.setattr("armature.training.process.quiet", lambda: None)
-    monkeypatch.setattr(predict, "predict", predicts)
+    monkeypatch.setattr(predict, "predict", meets)
     monkeypatch.setattr(sys, "argv", ["predict.py", "run", "out=p.csv"])
     with pytest.raises(SystemExit) as ended:
         run_script(running.ROOT / "scripts" / "predict.py")

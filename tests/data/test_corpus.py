@@ -95,7 +95,7 @@ def test_a_single_file_is_split_by_runs_of_lines(corpus, tmp_path):
 def test_records_of_jsonl_are_documents(corpus, tmp_path):
     records = [some_text(i, lines=2) for i in range(300)]
     path = tmp_path / "data.jsonl.gz"
-    with gzip.open(path, "wt") as file:
+    with gzip.open(path, "wt", encoding="utf-8-sig") as file:
         for text in records:
             file.write(json.dumps({"body": text, "id": 1}) + "\n\n")
     made = corpus(str(path), field="body")

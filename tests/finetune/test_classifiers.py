@@ -132,9 +132,10 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp
     assert "has positions for 64 tokens: type data.context=64 or less" in found
     found = said("bert", "strategy=tensor", "trainer.devices=2")
     assert "transformers has no plan for it. Type strategy=fsdp" in found
-    found = said("bert-words", "task.adapter={_target_: armature.finetune.lora.Lora, rank: 4}")
+    adapter = "{_target_: armature.finetune.lora.Lora, rank: 4, train: [classifier]}"
+    found = said("bert-words", f"task.adapter={adapter}")
     assert (
-        "begin at random, and would stay so. Type task.adapter.train=[bert.pooler.dense,classifier]"
+        "begin at random, and would stay so. Type task.adapter.train=[classifier,bert.pooler.dense]"
         in found
     )
     assert "there is no key 'model.classes' here, but model=example, model=text_classifier" in said(

@@ -177,7 +177,7 @@ def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
                 continue
             where = f"data.path: {file.path}, line {line_number}"
             try:
-                value = json.loads(line.decode())
+                value = json.loads(line.decode("utf-8-sig"))  # programs on Windows begin files so
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{where}: not a line of JSON in UTF-8 ({error}). Correct or remove it."

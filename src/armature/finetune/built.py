@@ -155,23 +155,25 @@ def _head_problems(
 def _frozen_problems(model: Any, cfg: DictConfig) -> list[str]:
     """Say which parameters begin at random. Return a problem if adapters would leave them so."""
     missing = model.match(folder.weights(Path(model.pretrained)).tensors).missing
-    held = (name for name, _ in model.inner.named_parameters(remove_duplicate=False))
-    new = [name for name in held if name in missing or model.begins_anew(name)]
+    new = [
+        name
+        for name, _ in model.inner.named_parameters(remove_duplicate=False)
+        if name in missing or model.begins_anew(name)
+    ]
     if not new:
         return []
     log.info("model.pretrained=%s: %s begin at random.", cfg.model.pretrained, folder.some(new))
     if (node := check.adapter_of(cfg)) is None:
         return []
     try:
-        instantiate(node).add_to(model)
+        (adapter := instantiate(node)).add_to(model)
     except ConfigError:
         return []  # `plan_check.adapter_problems` says it
     frozen = [name for name in new if not model.get_parameter(f"inner.{name}").requires_grad]
     modules = sorted({name.rpartition(".")[0] for name in frozen})
     return [
-        f"task.adapter.train={list(node.get('train') or [])}: {folder.some(frozen)} begin at "
-        "random, and would stay "
-        f"so. Type task.adapter.train=[{','.join(modules)}]."
+        f"task.adapter.train={adapter.train}: {folder.some(frozen)} begin at random, and would "
+        f"stay so. Type task.adapter.train=[{','.join([*adapter.train, *modules])}]."
     ] * bool(frozen)
 
 

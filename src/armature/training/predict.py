@@ -143,16 +143,16 @@ class RowWriter(L.Callback):
 
     def __init__(self, part: Path) -> None:
         self.part = part
-        self._file: Any = None
         # by loader: samples of each batch; a method of the dataset that says what a sample is
         self._samples: dict[int, tuple[list[list[int]], Any]] = {}
 
+    # without samples Lightning calls no other hook
     @override
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._file = self.part.open("w")
 
     @override
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._file.close()
 
     @override
@@ -222,9 +222,8 @@ def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _length(value: Any) -> int | None:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return len(value) if value.ndim else None
-    return len(value) if isinstance(value, list) else None
+    is_array = isinstance(value, (Tensor, np.ndarray))
+    return len(value) if (value.ndim if is_array else isinstance(value, list)) else None
 
 
 def _plain(value: Any) -> Any:
