@@ -195,7 +195,8 @@ def test_a_weight_that_trains_later_has_no_state_of_steps_that_it_has_not_made(t
         assert torch.equal(value, resumed[name]), name
 
 
-def test_a_rate_that_the_module_itself_has_restored_is_the_saved_one():
-    saved = {"lr": 0.025, optimizers.BUILT: {"lr": 0.1}}
+def test_a_rate_is_the_saved_one_in_proportion_to_what_is_typed():
+    # OneCycleLR's, and no schedule any more
+    saved = {"lr": 0.025, optimizers.BUILT: {"initial_lr": 0.004, "max_lr": 0.1}}
     assert optimizers.settings_of(saved, {"lr": 0.025})["lr"] == 0.025
     assert optimizers.settings_of(saved, {"lr": 0.2})["lr"] == 0.05

@@ -16,7 +16,7 @@ def found(monitor, **callbacks):
     ]
 
 
-@pytest.mark.parametrize("name", ["val/accuracy", "train/loss", "epoch", "test/accuracy"])
+@pytest.mark.parametrize("name", ["val/accuracy", "train/loss", "lr", "test/accuracy"])
 def test_logged_metrics_may_be_monitored_those_of_the_test_by_a_sweep(name):
     assert found(name) == []
 

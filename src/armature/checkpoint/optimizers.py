@@ -16,7 +16,7 @@ groups.
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -161,7 +161,7 @@ def param_groups(
     ]
     for number, group in enumerate(groups):
         if number < len(built):
-            group[BUILT] = dict(built[number])
+            group[BUILT] = built[number]
         elif built:
             group[ADDED] = number  # a number: stages of a pipeline merge equal groups
     return groups
@@ -190,16 +190,19 @@ def settings_of(saved: Mapping[str, Any], built: Mapping[str, Any] | None = None
     """
     found = {key: value for key, value in saved.items() if not str(key).startswith(RESERVED)}
     then = saved.get(BUILT)
-    if built is None or then is None:
+    if not (built and then):
         return found
-    # the rate follows the one that it was computed from, in proportion
-    key = "initial_lr" if "initial_lr" in then and "initial_lr" in built else "lr"
-    before, after = then.get(key), built.get(key)
+    # the rate follows the one that it was computed from, in proportion, also if the schedule has
+    # been taken away. OneCycleLR's `initial_lr` is a part of it. A first schedule begins with the
+    # group's own rate
+    keys = ("max_lr", "initial_lr", "lr") if "initial_lr" in then else ["lr"]
+    before, after, own = (
+        next((group[key] for key in keys if key in group), None) for group in (then, built, found)
+    )
     # what on_load_checkpoint gave back to the module is what the group has already
-    known = changes.same(before, after) or changes.same(found.get(key), after)
-    if None not in (before, after) and not known:
-        found["lr"] = found["lr"] / before * after if before else after
-    return changes.merge(found, then=then, now=built, keep=("lr",))
+    if not (changes.same(before, after) or changes.same(own, after)):
+        found["lr"] = found["lr"] / before * after if before and after else after
+    return changes.merge(found, then=then, now=built, keep=["lr"])
 
 
 def add_groups(
@@ -224,9 +227,9 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     if all(of_rank == names[0] for of_rank in names):
         return groups_of_ranks[0]
     merged: list[dict[str, Any]] = []
-    for group in (group for groups in groups_of_ranks for group in groups):
+    for group in chain(*groups_of_ranks):
         known = next((known for known in merged if known | {NAMES: group[NAMES]} == group), None)
-        if known is None:
+        if not known:
             merged.append(group | {NAMES: [*group[NAMES]]})
         else:
             known[NAMES] += [name for name in group[NAMES] if name not in known[NAMES]]

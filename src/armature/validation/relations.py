@@ -18,8 +18,9 @@ from armature.validation import signatures
 log = logging.getLogger(__name__)
 
 
-# of each row of metrics.csv: callbacks may monitor them
-OF_STEPS = ("epoch", "lr", "train/loss", "train/grad_norm")
+# of each row of metrics.csv: callbacks may monitor them. Not its `epoch`, which is of an earlier
+# step, and which ModelCheckpoint would write into the names of its files
+OF_STEPS = ("lr", "train/loss", "train/grad_norm")
 # callbacks that log nothing to monitor
 SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")
 
