@@ -200,8 +200,9 @@ def settings_of(saved: Mapping[str, Any], built: Mapping[str, Any] | None = None
         next((group[key] for key in keys if key in group), None) for group in (then, built, found)
     )
     # what on_load_checkpoint gave back to the module is what the group has already
-    if not (changes.same(before, after) or changes.same(own, after)):
-        found["lr"] = found["lr"] / before * after if before and after else after
+    known = changes.same(before, after) or changes.same(own, after)
+    if None not in (before, after) and not known:
+        found["lr"] = found["lr"] / before * after if before else after
     return changes.merge(found, then=then, now=built, keep=["lr"])
 
 
