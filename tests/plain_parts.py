@@ -192,7 +192,10 @@ class Line(L.LightningModule):
             optimizer = torch.optim.SGD(groups, lr=given.lr)
         else:
             optimizer = torch.optim.Adam(groups, lr=given.lr, betas=tuple(given.betas))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=given.gamma)
+        kinds = torch.optim.lr_scheduler
+        schedule = (
+            kinds.StepLR(optimizer, 1, given.gamma) if given.gamma else kinds.ConstantLR(optimizer)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -95,6 +95,13 @@ def test_what_follows_from_a_setting_is_named(typed, named, runs):
 
 
 @pytest.mark.guarantee
-def test_another_optimizer_is_refused(runs):
-    *_, output = resumed(runs, "+task.kind=sgd", expect=2)
-    assert "was saved with another optimizer: it holds the state of torch.optim" in output
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("+task.kind=sgd", "was saved with another optimizer: it holds the state of torch.optim"),
+        ("+task.gamma=0", "schedule was StepLR, and ConstantLR cannot continue from its state"),
+    ],
+)
+def test_another_optimizer_or_schedule_is_refused(typed, named, runs):
+    *_, output = resumed(runs, typed, expect=2)
+    assert named in output

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from armature.checkpoint import changes, plain, schedules
+from armature.errors import ConfigError
 from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, user_state
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones", "_milestones")
 # of a schedule's state at a resume: where it is, and its lengths, which torch's own keep
 KEPT = ("last_epoch", "_step_count", "_last_lr", "_schedule_phases", *LENGTHS)
+_ANOTHER_RUN = (
+    "Resume with what the run began with, or begin another run with its weights: python "
+    "scripts/convert.py RUN x.ckpt, then run.name=NEW resume=x.ckpt."
+)
 # what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
 # saved last
 OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
@@ -130,9 +135,17 @@ class RestoreProgress(RunHooks, Callback):
         then.
         """
         checkpoint, self._checkpoint = self._checkpoint, {}
+        found = [config.scheduler for config in trainer.lr_scheduler_configs]
+        kinds = [type(each).__name__ for each in found]
         if not self._built["schedules"]:  # before their state is loaded
-            states = [schedules.state_of(each.scheduler) for each in trainer.lr_scheduler_configs]
-            self._built["schedules"] = plain.plain_checkpoint({"schedules": states})["schedules"]
+            states = {"schedules": [*map(schedules.state_of, found)]}
+            self._built |= plain.plain_checkpoint(states) | {"kinds": kinds}
+        for then, now in zip(self._then.get("kinds", ()), kinds, strict=False):
+            if then != now:
+                raise ConfigError(
+                    f"The learning rate's schedule was {then}, and {now} cannot continue from its "
+                    f"state. {_ANOTHER_RUN}"
+                )
         saved = checkpoint.get("lr_schedulers", ())
         now = plain.restored(self._built["schedules"])
         built = zip(self._then.get("schedules", ()), now, strict=False)
@@ -141,17 +154,14 @@ class RestoreProgress(RunHooks, Callback):
             if _lengths(then) != _lengths(now) and process_group.rank() == 0:
                 log.warning(
                     "%s was built with %s, and keeps %s of the run's first start: the learning "
-                    "rates are not those of the new length. Resume with what the run began with, "
-                    "or begin another run with its weights: python scripts/convert.py RUN x.ckpt, "
-                    "then run.name=NEW resume=x.ckpt.",
-                    type(trainer.lr_scheduler_configs[number].scheduler).__name__,
+                    "rates are not those of the new length. %s",
+                    kinds[number],
                     _lengths(now),
                     _lengths(then),
+                    _ANOTHER_RUN,
                 )
-        for number, (config, state) in enumerate(
-            zip(trainer.lr_scheduler_configs, [*saved], strict=False)
-        ):
-            saved[number] = schedules.with_objects(config.scheduler, state)
+        for number, (schedule, state) in enumerate(zip(found, [*saved], strict=False)):
+            saved[number] = schedules.with_objects(schedule, state)
 
     def training_begins(self, trainer: OurTrainer) -> None:
         """Note that a run which was stopped after its last step still has to end its epoch."""
