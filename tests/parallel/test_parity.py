@@ -233,6 +233,13 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(
 
 
 @pytest.mark.slow
+def test_an_optimizer_of_whole_weights_is_refused_where_the_engine_flattens_them() -> None:
+    job = replace(LAYOUTS[DEEPSPEED], optimizer="torch.optim.Adafactor", optimizer_args={})
+    with pytest.raises(RuntimeError, match="Adafactor needs the whole model"):
+        fit(job)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
     job = LAYOUTS[name]

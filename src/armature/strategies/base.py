@@ -118,8 +118,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
         Lightning's own has none beside it for objects on a GPU, which votes and checkpoints need.
         """
-        backend, offloads = getattr(self, "process_group_backend", None), self.fetches_weights
-        process_group.init(backend or "auto", self.root_device.type, alone=True, offloads=offloads)
+        process_group.init(
+            getattr(self, "process_group_backend", None) or "auto",
+            self.root_device.type,
+            alone=True,
+            offloads=self.fetches_weights,
+        )
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -148,16 +152,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         fits, names = trainer.state.fn == TrainerFn.FITTING, state.parameter_names(self.module)
         for optimizer in self.optimizers:
-            # Adafactor computes means over rows and columns of whole weights
-            whole = optimizers.is_saved_whole(optimizer) or isinstance(
-                optimizer, torch.optim.Adafactor
-            )
-            if whole and not self.saves_files:
+            if optimizers.is_saved_whole(optimizer) and not self.saves_files:
                 optimizers.refuse_parts(optimizer)
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
             if fits and isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 optimizers.check(optimizer, names, held=self.module.state_dict())
+        for optimizer in self.inner_optimizers():
+            # it computes means over rows and columns of whole weights, also in DeepSpeed's engine
+            if isinstance(optimizer, torch.optim.Adafactor) and not self.saves_files:
+                optimizers.refuse_parts(optimizer)
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         if fits:
             self.random_state.begin(seed=self.seed, stream=self.rng_stream)
@@ -184,8 +188,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.module.__dict__["_armature_built"] = True
 
     def _name_imported(self, models: Sequence[tuple[str, nn.Module]]) -> None:
-        names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
-        self.from_base = huggingface.with_tied(self.module, names)
+        self.from_base = huggingface.with_tied(
+            self.module, {f"{name}.{own}" for name, names in self.imported.items() for own in names}
+        )
         adapted = tuple(
             f"{name}."
             for name, model in models
@@ -197,12 +202,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         }  # fmt: skip
 
     def _count(self) -> None:
-        left_out = self.frozen_base if self.base is not None else ()
         for name, param in self.module.named_parameters():
             self.parameter_count += nf4.elements(name, param)
             if param.requires_grad:
                 self.trained_count += param.numel()
-            elif name not in left_out:
+            elif self.base is None or name not in self.frozen_base:
                 self.frozen_bytes += param.numel() * param.element_size()
 
     def _names_to_import(self, name: str, model: nn.Module) -> set[str]:
