@@ -19,7 +19,7 @@ def test_quantiles_of_students_t_are_exact(freedom, expected):
     assert repeats.student_t(freedom) == pytest.approx(expected, rel=1e-11)
 
 
-def write(folder, values: dict[tuple[int, int], float], *typed: str) -> None:
+def write(folder, values: dict, *typed: str) -> None:
     """Write a sweep whose finished trials have these accuracies by seed and fold."""
     for number, ((seed, fold), value) in enumerate(values.items()):
         path = folder / str(number)
@@ -50,10 +50,10 @@ def test_equal_seeds_and_folds_are_compared_in_pairs(tmp_path):
 
 
 def test_a_sweep_has_a_row_per_configuration_the_best_first(tmp_path):
-    write(tmp_path / "a", {(0, 0): 0.25, (1, 0): 0.75})
+    write(tmp_path / "a", {(0, 0): 0.25, (1, 0): 0.75, (2, 0): None})  # NaN, as JSON has it
     sweep = trials.read(tmp_path / "a")
     assert sweep is not None
     assert repeats.averages(sweep) == [
         ["runs", "val/accuracy"],
-        ["2", "0.5 ± 0.35"],
+        ["3", "0.5 ± 0.35 (2)"],
     ]

@@ -19,7 +19,7 @@ from armature.errors import error_line, masked
 from armature.pages import columns
 
 log = logging.getLogger(__name__)
-MOST_ROWS = 20  # of the printed table
+MOST_LINES = 21  # of a printed table, with its titles
 # the directories of this process's sweeps, and how many trials they are to have, if it is known
 asked: dict[Path, int | None] = {}
 
@@ -63,12 +63,12 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
         _write(folder / "configurations.csv", averages)
     files.replace(folder / "report.html", report.html(sweep, shares))
     lines = [f"\n{folder}: {sweep.headline}"]
-    lines += columns.aligned(rows[: MOST_ROWS + 1])
-    if len(rows) > MOST_ROWS + 1:
-        lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
+    lines += columns.aligned(rows[:MOST_LINES])
+    if len(rows) > MOST_LINES:
+        lines.append(f"… and {len(rows) - MOST_LINES} more in {folder / 'trials.csv'}")
     if averages:
         lines += ["", "mean ± standard deviation over seeds and folds:"]
-        lines += columns.aligned(averages[: MOST_ROWS + 1])
+        lines += columns.aligned(averages[:MOST_LINES])
     if shares:
         lines.append(
             "importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items())

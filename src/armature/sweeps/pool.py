@@ -23,7 +23,7 @@ from omegaconf import DictConfig, open_dict
 
 from armature import config, hardware
 from armature.checkpoint import resume
-from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
+from armature.errors import EXIT_CONFIG, LOG_NOTE, ConfigError, RunFailed, masked
 from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import conclude
@@ -103,16 +103,16 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
     if others:
         print(f"Other processes run trial {', '.join(others)} of {folder}.", file=sys.stderr)
     if failed:
-        ended = "\n".join(f"  trial {each.trial.number}: {_line(each)}" for each in failed)
-        code = EXIT_CONFIG if all(each.is_refused for each in failed) else 1
-        raise RunFailed(f"{len(failed)} of {len(overrides)} trials failed:\n{ended}", code)
+        ended = "\n".join(f"  trial {each.trial.number}: {_told(each)}" for each in failed)
+        raise RunFailed(
+            f"{len(failed)} of {len(overrides)} trials failed:\n{ended}",
+            EXIT_CONFIG if all(each.is_refused for each in failed) else 1,
+        )
 
 
-def _line(result: Result) -> str:
-    text = str(result.error).strip()
-    return (
-        "refused, see above" if result.is_refused else text.splitlines()[-1] if text else "failed"
-    )
+def _told(result: Result) -> str:
+    text = str(result.error).strip().replace("\n", "\n    ")
+    return "refused, see above" if result.is_refused else text or "failed"
 
 
 def results(launcher: Any, trials: Iterator[Trial], *, asked: int) -> Iterator[Result]:
@@ -254,7 +254,7 @@ class _Pool:
         return here
 
     def _result(self, each: _Process) -> Result:
-        code, run_dir = each.process.returncode, self._run_dir(each)
+        code = each.process.returncode
         if code == 0:
             return self._finished(each)
         self.ended += 1
@@ -264,8 +264,9 @@ class _Pool:
             name = signal.Signals(-code if code < 0 else code - 128).name
             text = f"{'killed' if code < 0 else 'stopped'} by {name}; the same command resumes it"
         else:
-            log = run_dir / LOG
-            written = log.read_bytes()[each.log_begin :].decode("utf-8", "replace").strip()
+            log = self._run_dir(each) / LOG
+            written = log.read_bytes()[each.log_begin :].decode("utf-8", "replace")
+            written = written.partition(LOG_NOTE)[0].strip()
             text = f"{written.splitlines()[-1].strip() if written else 'failed'} ({log})"
             if code == EXIT_CONFIG:
                 text = f"refused: {written.partition(' was refused: ')[2] or written}"

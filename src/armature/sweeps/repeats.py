@@ -67,8 +67,9 @@ def table(found: Sequence[Configuration]) -> list[list[str]]:
     rows = [[*differ, "runs", *metrics]]
     for each in found:
         typed = [short(each.values.get(key, "–")) for key in differ]
-        spreads = [spread(each.metric(name).values()) for name in metrics]
-        rows.append([*typed, str(len(each.trials)), *spreads])
+        runs = len(each.trials)
+        spreads = [spread(each.metric(name).values(), runs) for name in metrics]
+        rows.append([*typed, str(runs), *spreads])
     return rows
 
 
@@ -93,12 +94,14 @@ def compare(found: Sequence[Configuration], labels: Sequence[str]) -> list[str]:
     return lines
 
 
-def spread(values: Iterable[float]) -> str:
-    """Return mean ± standard deviation of the sample."""
+def spread(values: Iterable[float], runs: int) -> str:
+    """Return mean ± standard deviation of the sample, and of how many runs if some have none."""
     numbers = [*values]
     if not numbers:
         return "–"
-    return f"{fmean(numbers):.4g}" + (f" ± {stdev(numbers):.2g}" if len(numbers) > 1 else "")
+    deviation = f" ± {stdev(numbers):.2g}" if len(numbers) > 1 else ""
+    count = f" ({len(numbers)})" if len(numbers) < runs else ""
+    return f"{fmean(numbers):.4g}{deviation}{count}"
 
 
 def difference(one: Configuration, other: Configuration, name: str) -> tuple[str, str, str]:

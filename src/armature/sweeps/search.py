@@ -109,8 +109,8 @@ def _tell(study: Any, folder: Path, result: pool.Result, *, monitor: str) -> Non
     elif lock.is_held(folder / str(number)):
         log.warning("trial %s is left to the process that runs it.", number)
     else:
-        why = result.error and error_line(result.error)
-        why = why or f"it has no {monitor} (checkpoint.monitor)"
+        lacking = f"it has no {monitor} (checkpoint.monitor)"
+        why = error_line(result.error) if result.error else lacking
         log.warning("trial %s counts as failed: %s", number, why)
         study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
@@ -223,10 +223,9 @@ def _check_same(
     study: Any, folder: Path, cfg: DictConfig, parameters: list[space.Parameter], fixed: list[str]
 ) -> None:
     """Record what the sweep tries. ConfigError: an earlier start of it tried something else."""
-    kept = sorted(each for each in fixed if not each.startswith(SAME_RESULT))
     here = {
         "values": [each.text for each in parameters],
-        "overrides": kept,
+        "overrides": sorted(each for each in fixed if not each.startswith(SAME_RESULT)),
         "metric": f"{cfg.checkpoint.monitor} ({cfg.checkpoint.mode})",
     }
     there = study.user_attrs.get("begun")

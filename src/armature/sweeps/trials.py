@@ -117,21 +117,18 @@ def newest_start(path: Path) -> list[str]:
 
 
 def _typed(path: Path) -> dict[str, str]:
-    pairs = (line.partition("=") for line in newest_start(path))
-    return {
-        key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)
-    }
+    pairs = (line.lstrip("+").partition("=") for line in newest_start(path))
+    return {key: value for key, _, value in pairs if not key.startswith(OWN)}
 
 
 def table(sweep: Sweep) -> list[list[str]]:
     """Return the ranked table: a row of titles, and a row per trial."""
     rows = [["rank", "trial", sweep.monitor, *sweep.keys, "step", "state"]]
     for rank, trial in enumerate(sweep.trials, start=1):
-        has_metric = trial.metric is not None
-        found = [str(rank), f"{trial.metric:.5g}"] if has_metric else ["–", "–"]
+        place, score = ("–", "–") if trial.metric is None else (str(rank), f"{trial.metric:.5g}")
         values = [short(trial.values.get(key, "–")) for key in sweep.keys]
         step = str(trial.step or "–")
-        rows.append([found[0], str(trial.number), found[1], *values, step, trial.state])
+        rows.append([place, str(trial.number), score, *values, step, trial.state])
     return rows
 
 
