@@ -100,7 +100,7 @@ def _of_plan(model: nn.Module, plan: Plan, min_num_params: int) -> list[list[nn.
     def large(parts: list[nn.Module]) -> list[list[nn.Module]]:
         return [[each] for each in parts if 0 < size(each) >= min_num_params]
 
-    return large(first) + _together(blocks, min_num_params) + large(leaves + last)
+    return large(first) + _together(blocks, min_num_params) + large([*leaves, *last])
 
 
 def _together(blocks: list[nn.Module], min_num_params: int) -> list[list[nn.Module]]:
