@@ -31,6 +31,7 @@ from armature.checkpoint import (
     storage,
 )
 from armature.data import feed
+from armature.data.samples import preserved_generators, seed_generators
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
@@ -263,7 +264,9 @@ def task_and_weights(
         cfg = cfg.copy()
         cfg.model.pretrained = str(folder)
     try:
-        with constructors():
+        # draws that no checkpoint holds, such as random features, are those of training
+        with constructors(), preserved_generators():
+            seed_generators(cfg.seed)
             task = build_task(cfg, **given)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
