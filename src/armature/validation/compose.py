@@ -159,7 +159,7 @@ def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Excepti
     if (override.is_delete() and there is None) or (
         override.is_add() and there is not None and not isinstance(value, dict | list)
     ):
-        return KeyError(key)
+        return ValueError("Hydra removes no key that is null. Write a file without it in configs/")
     try:
         if override.is_delete():
             parent, _, last = key.rpartition(".")
@@ -385,7 +385,7 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    adds = (group in config.OPEN or target) and name and not override.startswith("+")
+    adds = (group in config.OPEN or target) and name and override[:1] not in "+~"
     add = f" To add it, type +{override}." if adds else ""
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
