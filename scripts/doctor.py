@@ -3,7 +3,7 @@ the run directory.
 
     python scripts/doctor.py strategy=ddp trainer.devices=2
     torchrun --nproc-per-node=8 scripts/doctor.py strategy=fsdp trainer.devices=8
-    srun python scripts/doctor.py experiment=gpt2_124m trainer.devices=8 trainer.num_nodes=2
+    srun python scripts/doctor.py experiment=digits trainer.devices=8 trainer.num_nodes=2
 
 Type the overrides of the run, and start it as you start the run. Nothing is trained on or written
 to the run directory.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One run on several machines without a scheduler: the same command on each of them (see README.md in this folder).
 #
-#   NODES=2 DEVICES=8 HEAD=10.0.0.1:29500 scripts/multinode/run.sh model=llama3_1b strategy=fsdp run.name=mine
+#   NODES=2 DEVICES=8 HEAD=10.0.0.1:29500 scripts/multinode/run.sh experiment=digits strategy=fsdp run.name=mine
 #
 #   NODES      machines
 #   DEVICES    processes per machine, one per device

@@ -36,7 +36,7 @@ from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
-from armature.validation import foreign_keys, usage
+from armature.validation import foreign_keys, signatures, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
 from armature.validation.composing import composing
 from armature.validation.quoting import addable, quoted
@@ -311,7 +311,8 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
     if problems := _merged_problems(overrides()):
         raise ConfigError(problems)
     chosen = hydra.runtime.choices
-    label = str(chosen.get("experiment") or chosen.get("model"))
+    group = "task" if "model" in signatures.unused(cfg.task) else "model"
+    label = str(chosen.get("experiment") or chosen.get(group))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
 

@@ -61,8 +61,8 @@ def default_name(label: str) -> str:
         if os.environ.get("SLURM_ARRAY_JOB_ID")
         else ("SLURM_JOB_ID",)
     )
-    if any(os.environ.get(name) for name in names):
-        ids = {name: os.environ.get(name, "") for name in names}
+    ids = {name: os.environ.get(name, "") for name in names}
+    if any(ids.values()):
         if wrong := [
             f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)
         ]:
@@ -145,10 +145,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     ConfigError is raised.
     """
     run_dir = Path(cfg.run.dir)
-    files_of_run = [
-        *(run_dir / name for name in FILES),
-        directory.folder_of(run_dir) / directory.LAST,
-    ]
+    checkpoints = directory.folder_of(run_dir)
+    files_of_run = [*(run_dir / name for name in FILES), checkpoints / directory.LAST]
     if no_files := [path for path in files_of_run if path.exists() and not path.is_file()]:
         raise ConfigError(
             [
@@ -156,7 +154,6 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
                 for path in no_files
             ]
         )
-    checkpoints = directory.folder_of(run_dir)
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ConfigError(
             f"{checkpoints} is no folder, but the run saves its checkpoints in one of this name. "
@@ -174,7 +171,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     changed = None if checkpoint is None else resume.changes_line(cfg, checkpoint)
     if resume.begins_anew(cfg):
         # may be elsewhere
-        own, checkpoints = (directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg))
+        own, checkpoints = checkpoints.exists(), resume.folder(run_dir, cfg)
         if own or directory.checkpoints_in(checkpoints):
             raise ConfigError(
                 f"resume=never: {run_dir if own else checkpoints} holds a run already. Type "

@@ -36,9 +36,9 @@ Options
 
 Groups: GROUP=NAME takes configs/GROUP/NAME.yaml
 """
-TAIL = """A key is typed with its group in front, as in trainer.max_steps=100. All keys:
-docs/reference.md. Mistakes are reported together, before anything starts. make help lists the
-other commands."""
+TAIL = """A key is typed with its group in front, as in trainer.max_steps=100. The comments in
+configs/ explain all keys. Mistakes are reported together, before anything starts. make help
+lists the other commands."""
 GROUPS = {  # in the order in which a user meets them
     "experiment": "a whole run: model, data, task and their settings; the best place for your own",
     "model": "what is trained",
