@@ -38,15 +38,14 @@ def assert_continues_as_alone(model, prompts, *, ends_as: tuple[int, int]) -> li
 
 
 @pytest.mark.guarantee
-def test_prompts_of_different_lengths_continue_as_each_alone(model):
+def test_prompts_of_different_lengths_continue_as_each_alone(model, caplog):
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]
     alone = assert_continues_as_alone(model, prompts, ends_as=(1, 4))
-    prompts.append(list(range(20)))  # longer than the context
-    assert [len(each) for each in complete(model, prompts, max_new_tokens=30)] == [38, 31, 33, 50]
-    first = alone[1][1]
-    assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [
-        alone[1][:2]
-    ]
+    prompts += [[*range(20)]]
+    assert [*map(len, complete(model, prompts, max_new_tokens=30))] == [38, 31, 33, 50]
+    assert "A prompt has 20 tokens, and the model reads the last 16" in caplog.text
+    second = alone[1][:2]
+    assert complete(model, [[2]], max_new_tokens=30, temperature=0, eot=[30, second[1]]) == [second]
 
 
 def decoder(**options) -> Decoder:

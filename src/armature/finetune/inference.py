@@ -65,11 +65,9 @@ def answers(
 
     Options are `complete`'s.
     """
-    tokenizer, end, room = loaded.tokenizer, template.end_of_turn, int(loaded.model.context)  # pyright: ignore[reportArgumentType]
+    tokenizer, end = loaded.tokenizer, template.end_of_turn
     texts = [template.render(messages, add_generation_prompt=True) for messages in chats]
-    prompts = [
-        tokenizer.encode(text, add_special_tokens=False).ids[-(room - 1) :] for text in texts
-    ]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     last = tokenizer.encode(end, add_special_tokens=False).ids if end else []
     ends = [*(last if len(last) == 1 else []), *loaded.ends]
     found = generation.complete(loaded.model, prompts, eot=ends, **options)

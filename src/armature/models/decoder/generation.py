@@ -1,5 +1,6 @@
 """Generates text from a decoder, token by token, with a key-value cache."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from armature.models.decoder.cache import KeyValueCache
 
+log = logging.getLogger(__name__)
 # tokens per look at whether all rows have ended, for which the host waits for the device
 READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8
 
@@ -33,6 +35,11 @@ def complete(
         raise ValueError(
             f"each prompt must have at least one token. Got prompts of {lengths} tokens"
         )
+    if max(lengths) > (context := int(model.context)):  # pyright: ignore[reportArgumentType]
+        log.warning(
+            "A prompt has %d tokens, and the model reads the last %d: type a longer data.context.",
+            max(lengths), context,
+        )  # fmt: skip
     device = device or next(model.parameters()).device
     rows = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
     ids = generate(
