@@ -360,13 +360,17 @@ def models_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     One that is a part of another, such as an encoder that an autoencoder is made of, is none. A
     metric is none, even if it holds a network, as FID does: every rank has the whole.
     """
-    found = {part: name for name, part in module.named_modules() if name and has_forward(part)}
+    paths = [*module.named_modules(remove_duplicate=False)][1:]
+    of_metrics = tuple(
+        f"{name}." for name, part in paths if isinstance(part, Metric | MetricCollection)
+    )
+    found: dict[nn.Module, str] = {}
+    for name, part in paths:
+        if has_forward(part) and not f"{name}.".startswith(of_metrics):
+            found.setdefault(part, name)
     inside = {each for part in found for each in part.modules() if each is not part}
     return [
-        (name, part)
-        for part, name in found.items()
-        if not (part in inside or isinstance(part, Metric | MetricCollection))
-        and [*part.parameters()]
+        (name, part) for part, name in found.items() if part not in inside and [*part.parameters()]
     ]
 
 
