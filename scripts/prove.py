@@ -30,7 +30,6 @@ from omegaconf import DictConfig
 from armature import cli
 from armature.errors import EXIT_CONFIG, ConfigError
 from armature.launcher import environment
-from armature.layout import Layout
 from armature.proof import compare, locate
 from armature.proof.compare import BOUND, COLUMNS, METRICS, Cell
 from armature.sweeps.trials import newest_start
@@ -172,6 +171,7 @@ class Proof:
             "trainer.max_time=null",
             "trainer.precision=32-true",
             "trainer.test_at_end=false",
+            f"trainer.limit_val_batches={VALIDATION_BATCHES}",
             "trainer.log_every_n_steps=1",
             f"trainer.val_every_n_steps={self.every}",
             f"checkpoint.every_n_steps={self.every}",
@@ -180,7 +180,6 @@ class Proof:
             "launch.max_restarts=0",
         ]
         keys = {each.partition("=")[0] for each in decided} | set(DECIDED)
-        keys |= {"trainer.limit_val_batches"}
         own = [each for each in typed if each.lstrip("+~").partition("=")[0] not in keys]
         unused = [each for each in typed if each not in own]
         layout = ("strategy=", "strategy.", "trainer.devices=", "trainer.num_nodes=")
@@ -252,7 +251,7 @@ class Proof:
                 raise
             # without the key, which the title says
             return Row(title, overrides, skipped=error.problems[0].split(": ", 1)[-1])
-        return Row(title, (*overrides, *self._validation(overrides)))
+        return Row(title, overrides)
 
     @cached_property
     def _global_batch_size(self) -> int | None:
@@ -275,15 +274,7 @@ class Proof:
         return not any(row.broken for row in self.rows)
 
     def _straight(self, layout: tuple[str, ...], name: str, *more: str) -> Path:
-        return self._go(name, *layout, *self._validation(layout), *more)
-
-    def _validation(self, layout: tuple[str, ...]) -> tuple[str]:
-        """Return the override with which a layout validates on as many samples as the others."""
-        cfg = self.check(layout)
-        # each rank has a sample of a batch, also of one with fewer samples than ranks
-        ranks = Layout.of(cfg).data_ranks
-        size = cfg.data.eval_batch_size if "eval_batch_size" in cfg.data else ranks
-        return (f"trainer.limit_val_batches={VALIDATION_BATCHES * size // max(size, ranks) or 1}",)
+        return self._go(name, *layout, *more)
 
     def _go(self, name: str, *overrides: str) -> Path:
         """Make a run, unless it has been made. ConfigError: it is refused."""
@@ -312,9 +303,7 @@ class Proof:
         try:
             if row.stop is not None:
                 reference = self._reference_of_stops()
-                self.runs.stop_and_resume(
-                    name, row.stop, *row.overrides, *self._validation(row.overrides)
-                )
+                self.runs.stop_and_resume(name, row.stop, *row.overrides)
             else:
                 reference = self.straight
                 message = self.runs.train(name, *row.overrides)
@@ -356,7 +345,7 @@ class Proof:
             row.notes.insert(0, f"differs {what}")
 
     def _explain_resume(self, row: Row, name: str, trace: str) -> None:
-        layout = (*row.overrides, *self._validation(row.overrides), trace)
+        layout = (*row.overrides, trace)
         assert row.stop is not None
         again = self._go("straight-again", *layout)
         itself = compare.compare(self._reference_of_stops(), again, exact=True)
@@ -377,7 +366,7 @@ class Proof:
         Sharded strategies and some models refuse float64. There the runs are recorded in fp32, and
         what differs counts as rounding only as far as `_rounding` shows.
         """
-        double = self._try("straight-float64", *SINGLE, *self._validation(SINGLE), DOUBLE, trace)
+        double = self._try("straight-float64", *SINGLE, DOUBLE, trace)
         wide = double and self._try(f"{name}-float64", *row.overrides, DOUBLE, trace)
         if double and wide:
             straight, other = double, wide
@@ -428,7 +417,7 @@ class Proof:
 
     def _rounding(self) -> dict[str, Cell]:
         """Return what rounding alone changes in fp32: in a run whose first weights are nudged."""
-        nudged = self._try("straight-nudged", *SINGLE, *self._validation(SINGLE), NUDGE)
+        nudged = self._try("straight-nudged", *SINGLE, NUDGE)
         if nudged is None:
             return {column: Cell() for column in COLUMNS}
         return compare.compare(self.straight, nudged, exact=False)

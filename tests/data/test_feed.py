@@ -439,7 +439,7 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(kind, same):
             r"data.eval_ba",
         ),
         (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
-        (7, 2, 1, 3, None),
+        (7, 2, 1, 3, None),  # one more
         (20, 2, 4, 3, None),  # the limit leaves as many as in one process
     ],
 )
@@ -454,7 +454,7 @@ def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(
         module.trainer = L.Trainer(strategy=Rank(rank, ranks), accelerator="cpu", logger=False)
         if remedy is None:
             (loader,) = fed.loaders("val")
-            assert sum(len(batch[0]) for batch in loader) == limit * max(batch_size, ranks) // ranks
+            assert sum(len(batch[0]) for batch in loader) == -(-limit * batch_size // ranks)
             continue
         with pytest.raises(
             ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"

@@ -245,7 +245,10 @@ class Feed(L.Callback):
             limit = max(1, int(limit * -(-size // batch_size)))
         if limit is None:
             return size
-        return min(size, max(limit * batch_size, self.rank_and_ranks()[1]))
+        ranks = self.rank_and_ranks()[1]
+        if batch_size == 1:  # each rank has one of the last samples, too
+            limit += -limit % ranks
+        return min(size, max(limit * batch_size, ranks))
 
     @property
     def _train_samples(self) -> int:
@@ -472,7 +475,7 @@ class Feed(L.Callback):
         size = self.eval_batch_size or max(min(2, whole), whole // ranks)
         # a limit leaves the same samples on any number of ranks, if each has one of them
         sampler = EvalSampler(
-            self._limited(split, len(read.dataset), whole if whole > 1 else ranks),
+            self._limited(split, len(read.dataset), whole),
             batch_size=size,
             rank=rank,
             ranks=ranks,
