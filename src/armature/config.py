@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -180,8 +180,8 @@ class Config:
     optimizer: Keys = MISSING
     scheduler: Keys = MISSING
     strategy: Keys = MISSING
-    callbacks: Keys = None
-    logger: Keys = None
+    callbacks: Keys = field(default_factory=dict)
+    logger: Keys = field(default_factory=dict)
 
 
 def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:

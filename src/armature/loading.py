@@ -266,7 +266,7 @@ def task_and_weights(
     try:
         # draws that no checkpoint holds, such as random features, are those of training
         with constructors(), preserved_generators():
-            seed_generators(cfg.seed)
+            seed_generators(cfg.get("seed", 0))
             task = build_task(cfg, **given)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
