@@ -296,8 +296,10 @@ class Feed(L.Callback):
         """
         epoch, place = divmod(self.samples_seen, self.train_size)
         first_step = place < self.global_batch_size <= self.train_size
-        trainer = self.trainer
-        return epoch - (first_step and trainer is not None and trainer.current_epoch == epoch - 1)
+        closing = (
+            first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
+        )
+        return epoch - 1 if closing else epoch
 
     def _parts(self) -> dict[int, tuple[int, int]]:
         """Return the parts (start, length) of the order of samples that are left out, by step."""
