@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 NAME = ".lock"
 REFRESH_SECONDS = 5.0
 LEASE_SECONDS = 60.0
-# another process that found the same dead holder may take our fresh lease for the old one
-CONTEST_SECONDS = 0.3
+# another process that found the same dead holder may take our fresh lease for the old one, some
+# tenths of a second later on a busy machine
+CONTEST_SECONDS = 1.0
 EXIT_LOST = 1
 
 
