@@ -229,13 +229,11 @@ class EpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = closing
         self._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
         self.restarting = bool(batches)
-        self._restart_stage = (
-            BatchStage.NONE
-            if not batches
-            else BatchStage.RESTARTED_ON_LAST
-            if closing
-            else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
-        )
+        self._restart_stage = BatchStage.NONE
+        if batches:
+            self._restart_stage = (
+                BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
+            )
         self.val_loop.restarting = False
         # nothing but the end of the epoch is left
         self.val_loop._has_run = closing or self.last_batch_is_done
