@@ -86,12 +86,12 @@ class Lora:
 
     def __init__(
         self, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.0, rslora: bool = False,
-        targets: Sequence[str] | None = None, train: Sequence[str] = (),
+        targets: Sequence[str] | None = None, train: Sequence[str] | None = None,
         quantize: str | None = None,
     ) -> None:  # fmt: skip
         self.quantize = quantize
         self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
-        self.targets, self.train = None if targets is None else list(targets), list(train)
+        self.targets, self.train = None if targets is None else list(targets), list(train or ())
 
     @property
     def scale(self) -> float:
