@@ -131,9 +131,9 @@ def race(folder: str, start, results) -> None:
     try:
         acquire(Path(folder))
         results.put(os.getpid())
-        time.sleep(1.5)
     except ConfigError:
         results.put(None)
+    start.wait()
 
 
 @pytest.mark.parametrize("stale", [False, True])

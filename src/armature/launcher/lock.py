@@ -9,6 +9,7 @@ at once                 if the holder is a process of this machine that has died
 after LEASE_SECONDS     without a touch
 """
 
+import fcntl
 import logging
 import os
 import socket
@@ -29,9 +30,6 @@ log = logging.getLogger(__name__)
 NAME = ".lock"
 REFRESH_SECONDS = 5.0
 LEASE_SECONDS = 60.0
-# another process that found the same dead holder may take our fresh lease for the old one, some
-# tenths of a second later on a busy machine
-CONTEST_SECONDS = 1.0
 EXIT_LOST = 1
 
 
@@ -48,20 +46,23 @@ class Lock:
         Raises:
             ConfigError: another process holds it.
         """
-        follows = _touched(self.folder) is not None
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            # of several that find a dead holder, the slower ones would take over the first's lease
+            with suppress(OSError):  # not on NFS: there it ends at the next touch
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            self._acquire()
+        finally:
+            os.close(folder)
+
+    def _acquire(self) -> None:
         while True:  # a process that died and that nobody has waited for keeps its lease a minute
             try:
                 self._lease.acquire(timeout=0.5)
             except Timeout:
                 wait_for_end(self.folder)
-                continue
-            if not follows:
+            else:
                 return
-            time.sleep(CONTEST_SECONDS)
-            owner = SoftFileLease(self.folder / NAME).owner
-            if owner is not None and owner.pid == os.getpid():
-                return
-            self.release()
 
     def release(self) -> None:
         with suppress(OSError):
