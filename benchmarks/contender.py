@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.gate import SOCKET
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 1800.0  # seconds that a block, or the way to the first step, may take
 _OUTSIDE = (
     "SLURM_",
     "TORCHELASTIC",
@@ -85,11 +86,10 @@ class Running:
 
     Args:
         folder: where its output goes.
-        patience: seconds that a block, or the way to the first step, may take.
     """
 
-    def __init__(self, contender: Contender, folder: Path, *, patience: float = 1800.0) -> None:
-        self.contender, self.patience = contender, patience
+    def __init__(self, contender: Contender, folder: Path) -> None:
+        self.contender = contender
         self.log = folder / f"{file_name(contender.name)}.log"
         self._socket_folder = tempfile.TemporaryDirectory(
             prefix="gate-"
@@ -128,13 +128,13 @@ class Running:
             while len(self._streams) < self.contender.ranks:
                 if selector.select(timeout=0.2):
                     connection, _ = self._listener.accept()
-                    connection.settimeout(self.patience)
+                    connection.settimeout(PATIENCE)
                     self._connections.append(connection)
                     self._streams.append(connection.makefile("rw"))
                 elif any(process.poll() is not None for process in self._processes):
                     raise self._failure("ended before its first step")
-                elif time.time() - self.started > self.patience:
-                    raise self._failure(f"made no first step within {self.patience:.0f} s")
+                elif time.time() - self.started > PATIENCE:
+                    raise self._failure(f"made no first step within {PATIENCE:.0f} s")
         for stream in self._streams:
             self._read(stream)  # its rank
         answers = [self._read(stream) for stream in self._streams]

@@ -202,13 +202,12 @@ def ours(
 
 
 def bare(
-    job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617,
-    keeps_memory: bool = True,
-) -> Contender:  # fmt: skip
-    """Return the plain loop, in one process or as ranks of raw ddp or fsdp; its heap as ours if it
-    `keeps_memory`.
+    job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617
+) -> Contender:
+    """Return the plain loop, in one process or as ranks of raw ddp or fsdp; its heap is kept as
+    ours.
     """
-    environment = heap_variables(job_file, ranks=ranks) if keeps_memory else {}
+    environment = heap_variables(job_file, ranks=ranks)
     if ranks > 1:
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
         environment |= {

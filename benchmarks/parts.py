@@ -125,13 +125,13 @@ def batches_of(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
             )
 
 
-def loader_of(job: Job, *, ranks: int = 1) -> DataLoader[Any]:
+def loader_of(job: Job) -> DataLoader[Any]:
     """Return a DataLoader of whole batches, for contenders that need one."""
     random = torch.Generator().manual_seed(job.seed)
     pin = job.device == "cuda"
     return DataLoader(
         Samples(job),
-        batch_size=job.micro(ranks),
+        batch_size=job.micro(1),
         shuffle=True,
         generator=random,
         collate_fn=same,

@@ -177,9 +177,9 @@ def _legend(chart: Chart) -> str:
     return f"<p>{' &#160; '.join(marks)}</p>" if len(named) > 1 else ""
 
 
-def ticks(low: float, high: float, *, count: int = 6) -> list[float]:
-    """Return round numbers within the range, about `count` of them."""
-    rough = (high - low) / count
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within the range, about six of them."""
+    rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     size = next((step * power for step in (1, 2, 2.5, 5) if step * power >= rough), 10 * power)
     return [i * size for i in range(math.ceil(low / size), math.floor(high / size) + 1)]

@@ -119,12 +119,14 @@ def difference(one: Configuration, other: Configuration, name: str) -> tuple[str
     return f"{mean:+.4g}", f"{mean - half:+.4g} to {mean + half:+.4g}", str(len(found))
 
 
-def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return the t that |T| stays below with this probability (Abramowitz and Stegun 26.7.3-4)."""
+def student_t(freedom: int) -> float:
+    """Return the t that |T| stays below with probability CONFIDENCE (Abramowitz and Stegun
+    26.7.3-4).
+    """
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / √freedom
     while high - low > 1e-15:
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 

@@ -1,7 +1,6 @@
 """Hydra 1.3 and 1.4, which want the same said in other words. Torch-free."""
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,9 +21,9 @@ MAIN: Any = {
 }
 
 
-def composing(folder: Path = CONFIGS) -> AbstractContextManager[None]:
-    """Return the context in which `hydra.compose` reads the files of a folder."""
-    return hydra.initialize_config_dir(config_dir=str(folder), **_BASE)
+def composing() -> AbstractContextManager[None]:
+    """Return the context in which `hydra.compose` reads the files of configs/."""
+    return hydra.initialize_config_dir(config_dir=str(CONFIGS), **_BASE)
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
