@@ -85,8 +85,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     default_config = not (arguments.config_name or arguments.config_path)
     folders = [project.CONFIGS, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
-    problems = [*filter(None, [environment.debug_problem()])]
-    problems += [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
+    problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
     problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(
         arguments.config_dir
     )

@@ -53,16 +53,6 @@ def test_a_closed_pipe_ends_no_run(monkeypatch):
         assert sys.stdout.isatty() is False
 
 
-def test_a_level_of_torchs_that_is_none_is_named_before_torch_is_imported(monkeypatch):
-    for level in ("abc", ""):
-        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
-        assert f"TORCH_DISTRIBUTED_DEBUG={level}: must be OFF, INFO, DETAIL" in str(
-            environment.debug_problem()
-        )
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
-    assert environment.debug_problem() is None
-
-
 def test_a_name_of_rank_0s_machine_may_become_known_later_and_is_named_if_nobody_knows_it(
     monkeypatch,
 ):

@@ -42,7 +42,6 @@ from armature import project
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
-_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 RECORDED_COLLECTIVES = "8192"  # of four steps of 80 blocks, under a tensor axis as well
 EXPORT_NAME = (
     "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, "
@@ -111,17 +110,6 @@ def unknown_interfaces(*, gpus: bool) -> Iterator[str]:
         ):
             remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
             yield f"{name}={typed}: this machine has no such network interface. {remedy}"
-
-
-def debug_problem() -> str | None:
-    """Return why importing torch's distributed package would fail, or None."""
-    typed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
-    if typed.upper() in _DEBUG_LEVELS:
-        return None
-    return (
-        f"TORCH_DISTRIBUTED_DEBUG={typed}: must be {', '.join(_DEBUG_LEVELS)}. Type unset "
-        "TORCH_DISTRIBUTED_DEBUG."
-    )
 
 
 def rank() -> int:
