@@ -174,7 +174,7 @@ class Line(L.LightningModule):
         self.log("val/weight", self.net.weight.sum(), sync_dist=True)
 
     def test_step(self, batch, batch_idx):
-        self.log("test/loss", self.loss(batch))
+        self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch, batch_idx):
         return {"x": batch[0], "y": self.net(batch[0][:, None].float() / 16)[:, 0]}

@@ -7,7 +7,13 @@ from tests.forked import Forks
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
 pytestmark = pytest.mark.slow
-TINY = (LINE, "+data.count=10", "+data.batch_size=16", "trainer.max_epochs=6")
+TINY = (
+    LINE,
+    "+data.count=10",
+    "+data.batch_size=16",
+    "trainer.max_epochs=6",
+    "trainer.test_at_end=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +29,7 @@ def test_an_epoch_shorter_than_a_step_has_its_own_end(layout, runs):
     assert column(run_dir, "samples") == [10, 20, 30, 40, 50, 60]
     assert column(run_dir, "epochs_ended") == [1, 2, 3, 4, 5, 6]
     assert len(column(run_dir, "val/loss")) == 6
+    assert column(run_dir, "test/val/loss")
     stopped, _ = runs.train(*TINY, stop_at(3), layout=layout, expect=143)
     runs.train(*TINY, stop_at(3), layout=layout, run_dir=stopped)
     assert running.rows(stopped) == running.rows(run_dir)

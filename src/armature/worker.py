@@ -304,9 +304,10 @@ def fit_and_test(run: Run) -> None:
             "test_dataloader", run.feed.data, L.LightningDataModule
         )
         if reason == "finished" and cfg.trainer.test_at_end and has_test:
+            step_log.csv.trained = {*metrics}
             # one for each loader
             for tested in trainer.test(run.task, datamodule=run.feed.data, verbose=False):
-                metrics.update({name: float(value) for name, value in tested.items()})
+                metrics.update(step_log.csv.beside_trained(tested))
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
     except Exception as error:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class MetricsCSV(NoLogger):
 
     Attributes:
         step: optimizer steps made: the row of values that Lightning logs.
+        trained: names of what the run has ended with, once it is tested.
         is_silent: set while hooks of the start, whose values the first start has logged, run again.
     """
 
@@ -42,6 +44,7 @@ class MetricsCSV(NoLogger):
         super().__init__(run_dir)
         self.file = run_dir / self.name_on_disk
         self.step = 0
+        self.trained: set[str] = set()
         self.is_silent = False
         self._columns: list[str] = []
         self._rows: dict[int, dict[str, Any]] = {}  # those that are not written yet, by step
@@ -62,10 +65,17 @@ class MetricsCSV(NoLogger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
-        values = convert_tensors_to_scalars(values)  # hooks may pass tensors
+        # hooks may pass tensors
+        values = convert_tensors_to_scalars(self.beside_trained(values))
         # a smaller step: in on_fit_start of a resumed run, before `resume_from`
         if values and not self.is_silent and self.step >= self._newest:
             self._rows.setdefault(self.step, {"step": self.step}).update(values)
+
+    def beside_trained(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values of a test under names that take no other's place: a test_step that calls
+        validation_step logs val/loss, which is test/val/loss here.
+        """
+        return {f"test/{k}" if k in self.trained else k: value for k, value in values.items()}
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
