@@ -1,4 +1,4 @@
-"""Check values against those of other groups: factories, sizes, lengths of a schedule.
+"""Check values against those of other groups: monitored metrics, factories, sizes.
 
 A data module says what its samples need of a model in a class attribute: a number, or the name of
 the data's own setting that holds it.
@@ -47,7 +47,6 @@ def problems(cfg: dict[str, Any]) -> list[str]:
         *_monitors(cfg),
         *_factories(cfg),
         *_sizes(cfg),
-        *_schedule(cfg),
     ]
 
 
@@ -149,28 +148,3 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
     # `features` of another model may be anything
     if problems := size_problems(model, {k: v for k, v in found.items() if ours or k == "classes"}):
         raise ConfigError(problems)
-
-
-def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield lengths of our schedules that are longer than the run, as far as its length is known
-    here.
-    """
-    node, steps = cfg.get("scheduler"), cfg["trainer"]["max_steps"]
-    if not isinstance(node, dict) or not isinstance(steps, int):
-        return
-    if (
-        not str(node.get("_target_")).startswith("armature.optim.schedules.")
-        or cfg["trainer"]["max_epochs"] is not None
-    ):
-        return
-    lengths = {
-        key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)
-    }
-    total = sum(round(value * steps) if value < 1 else int(value) for value in lengths.values())
-    if total > steps:
-        typed = " and ".join(f"scheduler.{key}={value}" for key, value in lengths.items())
-        verb = "are" if len(lengths) > 1 else "is"
-        yield (
-            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the "
-            "run (below 1.0), or more steps."
-        )
