@@ -94,7 +94,7 @@ def typed_problems(
     return [
         *found.values(),
         *values.switch_problems(overrides),
-        *targets.problems(nodes, _allowed(cfg), known=untyped),
+        *targets.problems(nodes, _allowed(cfg), known=untyped | found.keys()),
     ]
 
 
