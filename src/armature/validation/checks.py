@@ -317,10 +317,10 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         return []
     if devices > (most := max(MOST_PROCESSES, 8 * cpus)):
         return [f"trainer.devices={devices}: this machine has {cpus} CPUs. Type {most} or less."]
-    log.warning(
-        "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
-        "less.", devices, cpus, cpus,
-    )  # fmt: skip
+    relations.warn(
+        f"trainer.devices={devices} processes share {cpus} CPUs, which is slow. Type "
+        f"trainer.devices={cpus} or less."
+    )
     return []
 
 

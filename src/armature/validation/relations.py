@@ -10,6 +10,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from armature.errors import ConfigError
@@ -25,23 +26,26 @@ OF_STEPS = ("lr", "train/loss", "train/grad_norm")
 SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")
 
 
+@cache
+def warn(text: str) -> None:
+    """Log a warning once: a sweep's values are checked one by one."""
+    log.warning(text)
+
+
 def problems(cfg: dict[str, Any]) -> list[str]:
     """Return what cannot work together in a resolved configuration whose classes are sound."""
     every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
     if isinstance(every, int) and isinstance(steps, int) and every > steps:
-        log.warning(
-            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at "
-            "the end.",
-            every,
-            steps,
+        warn(
+            f"trainer.val_every_n_steps={every} is beyond trainer.max_steps={steps}: validation "
+            "runs once, at the end."
         )
     monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
     if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
-        log.warning(
-            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
-            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
-            "batches.",
-            monitor,
+        warn(
+            f"trainer.limit_val_batches=0 switches validation off: checkpoint.monitor={monitor} is "
+            "never known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null "
+            "for all batches."
         )
     return [
         *_monitors(cfg),
