@@ -269,7 +269,8 @@ def _class_problems(cfg: DictConfig) -> list[str]:
     """
     name = OmegaConf.select(cfg, "task._target_")
     known = isinstance(name, str) and signatures.find_definition(name) is not None
-    return [] if known else targets.problems({"task": {"_target_": name}}, _allowed(cfg))
+    named = {"task": {"_target_": name} if name else {}}
+    return [] if known else targets.problems(named, _allowed(cfg))
 
 
 def _allowed(cfg: DictConfig) -> list[str]:

@@ -392,8 +392,8 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     adds = adds and (group in config.OPEN or target) and name and override[:1] not in "+~"
     add = f" To add it, type +{override}." if adds else ""
     if having:
-        named = ", ".join(f"{group}={option}" for option in having)
-        return f"{override}: there is no key '{key}' here: it belongs to {named}.{add}"
+        there = f"here: it belongs to {group}={f', {group}='.join(having)}"
+        return f"{override}: there is no key '{key}' {there}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
@@ -441,6 +441,8 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         missing = str(error.missing_cfg_file)
         group, _, option = missing.rpartition("/")
         hint = foreign_keys.hint(group, option, error.options or (), word=option)
+        if inner := group.partition("/")[2]:  # of a file that is no option of that group
+            hint = f" Write '- override /{inner}: {option}'."
         return f"{where}: there is no '{missing}'.{hint}"
     read = read if file.parent.name in GLOBAL else {file.parent.name: read}
     cause = error.__cause__ or error.__context__
