@@ -238,8 +238,8 @@ def problems(cfg: DictConfig) -> list[str]:
     if checkpoint is None:
         incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
         return [
-            f"{start} there is no complete checkpoint.{''.join(incomplete)} Name a run directory, "
-            "or a step=… folder in one."
+            f"{start} no run directory or checkpoint, or none that is complete."
+            f"{''.join(incomplete)} Name a run directory, or a step=… folder in one."
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []
