@@ -37,7 +37,7 @@ CASES = {
     "not key=value": (["trainer.devices"], ["key=value"]),
     "not one of the choices": (
         ["trainer.precision=bf16"],
-        ["trainer.precision=bf16", "bf16-mixed"],
+        ["Did you mean trainer.precision=bf16-mixed?"],
     ),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
     "batch that does not divide": (
