@@ -37,7 +37,7 @@ CASES = {
     "not key=value": (["trainer.devices"], ["key=value"]),
     "not one of the choices": (
         ["trainer.precision=bf16"],
-        ["trainer.precision=bf16", "bf16-mixed"],
+        ["Did you mean trainer.precision=bf16-mixed?"],
     ),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
     "batch that does not divide": (
@@ -78,7 +78,7 @@ CASES = {
         ["checkpoint.root=s4://bucket"],
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
-    "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
+    "a key that another option has": (["data.path=long.txt"], ["it belongs to data=chat, "]),
     "a size of an image model": (
         ["experiment=digits", "model.patch_size=3"],
         ["model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does"],
@@ -252,6 +252,7 @@ FILES = {
     "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark",
     "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
+    "# @package _global_\ndefaults: [model: example]\n": "Write '- override /model: example'.",
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
     "# @package _global_\nseed: [\n": "node content",

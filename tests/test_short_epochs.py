@@ -39,7 +39,7 @@ def test_an_epoch_shorter_than_a_step_has_its_own_end(layout, runs):
 def test_samples_that_do_not_divide_among_ranks_are_refused(runs):
     _, ended = runs.train(*TINY, "data.batch_size=12", layout="ddp", ranks=3, expect=2)
     assert "data.global_batch_size=12, but an epoch has 10 samples, which do not" in ended.output
-    assert "Type data.global_batch_size=9." in ended.output
+    assert "Type data.global_batch_size=9 data.micro_batch_size=auto." in ended.output
 
 
 def test_validations_before_an_average_begins_judge_the_weights(runs):

@@ -224,11 +224,11 @@ def _plan_batches(fed: feed.Feed, data_ranks: int) -> batching.Batches:
         unit = data_ranks * (micro if isinstance(micro, int) else 1)
         note = f"data.global_batch_size={typed}, but an epoch has {size} samples"
         if size % unit:
-            remedy = f"Type data.global_batch_size={size - size % unit}"
+            most = size - size % (unit if size > unit else data_ranks)
+            remedy = f"Type data.global_batch_size={most} data.micro_batch_size=auto"
             raise ConfigError(
                 f"{note}, which do not divide among {data_ranks} data ranks with "
-                f"data.micro_batch_size={micro}. "
-                f"{remedy if size > unit else 'Train on fewer ranks, or type a smaller one'}."
+                f"data.micro_batch_size={micro}. {remedy if most else 'Train on fewer ranks'}."
             )
         if process_group.rank() == 0:
             log.info("%s: each step takes them all.", note)

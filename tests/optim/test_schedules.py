@@ -80,8 +80,6 @@ def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
     )
 
 
-def test_warm_up_and_decay_longer_than_the_run_are_refused():
-    with pytest.raises(
-        ValueError, match=r"scheduler.warmup=60 and scheduler.decay=0.5 .* 100 steps"
-    ):
-        rates("wsd", warmup=60, decay=0.5)
+def test_warm_up_and_decay_longer_than_the_run_are_named_and_cut_short(caplog):
+    assert rates("wsd", warmup=60, decay=0.5)[80] == 1.0
+    assert "warmup=60 and scheduler.decay=0.5: longer than the run's 100 steps" in caplog.text

@@ -153,7 +153,7 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
             ["--trainer.max_steps=3"],
             "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3.",
         ),
-        (["--fast"], "--fast: there is no such option. Leave it out; --help shows the options."),
+        (["--fast"], "--fast: there is no such option. A key is typed as fast=VALUE; --help shows"),
     ],
 )
 def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config
 from armature.checkpoint import directory
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 from armature.finetune import folder as pretrained
 from armature.launcher import environment
 from armature.validation import signatures
@@ -211,17 +211,18 @@ def problems(cfg: DictConfig) -> list[str]:
     unreachable = []
     for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume)):
         if "://" in (value or ""):
-            import fsspec
-
             try:
-                fsspec.get_filesystem_class(value.split("://")[0])
-            except (ValueError, ImportError) as error:
-                unreachable.append(f"{key}={value}: {error}.")
+                to_path(value).exists()
+            except Exception as error:  # of the store's own package
+                unreachable.append(f"{key}={value}: {error_line(error)}.")
     if unreachable or cfg.resume in MODES:
         return unreachable
     path, start = to_path(cfg.resume), f"resume={cfg.resume}:"
     if not path.exists():
-        return [f"{start} no such path (and not one of {', '.join(MODES)})."]
+        return [
+            f"{start} no such path (and not one of {', '.join(MODES)}). To continue a "
+            "run, leave resume out and type its run.name."
+        ]
     if directory.is_file(path):  # Lightning's: its weights are taken
         return []
     if path.is_file():
@@ -237,8 +238,8 @@ def problems(cfg: DictConfig) -> list[str]:
     if checkpoint is None:
         incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
         return [
-            f"{start} there is no complete checkpoint.{''.join(incomplete)} Name a run directory, "
-            "or a step=… folder in one."
+            f"{start} no run directory or checkpoint, or none that is complete."
+            f"{''.join(incomplete)} Name a run directory, or a step=… folder in one."
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []

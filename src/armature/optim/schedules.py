@@ -5,12 +5,15 @@ below 1.0. `final`
 is the factor after the last step: the last step's own is one step before it.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+log = logging.getLogger(__name__)
 
 
 class Schedule(LambdaLR):
@@ -66,7 +69,7 @@ def cosine(
     optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.1
 ) -> Schedule:
     """Return warm-up, then half a cosine down to `final` (arXiv:1608.03983)."""
-    start = _steps("scheduler.warmup", warmup, total_steps)
+    start, _ = _lengths(total_steps, warmup)
     return Schedule(
         optimizer,
         start,
@@ -81,7 +84,7 @@ def linear(
     optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.0
 ) -> Schedule:
     """Return warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
-    start = _steps("scheduler.warmup", warmup, total_steps)
+    start, _ = _lengths(total_steps, warmup)
     return Schedule(
         optimizer, start, lambda step: 1 - (1 - final) * _progress(step, start, total_steps)
     )
@@ -95,18 +98,8 @@ def wsd(
     decay: int | float = 0.4,
     final: float = 0.0,
 ) -> Schedule:
-    """Return warm-up, a stable phase, and a linear decay at the end (MiniCPM, arXiv:2404.06395).
-
-    Raises ValueError if warm-up and decay together are longer than the run.
-    """
-    start = _steps("scheduler.warmup", warmup, total_steps)
-    end = total_steps - _steps("scheduler.decay", decay, total_steps)
-    if end < start:
-        raise ValueError(
-            f"scheduler.warmup={warmup} and scheduler.decay={decay} together are longer than the "
-            "run's "
-            f"{total_steps} steps: shorten one, or give both as shares of the run (below 1.0)"
-        )
+    """Return warm-up, a stable phase, and a linear decay at the end (MiniCPM, arXiv:2404.06395)."""
+    start, end = _lengths(total_steps, warmup, decay)
     return Schedule(
         optimizer, start, lambda step: 1 - (1 - final) * _progress(step, end, total_steps)
     )
@@ -114,7 +107,26 @@ def wsd(
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0) -> Schedule:
     """Return warm-up, then the peak rate."""
-    return Schedule(optimizer, _steps("scheduler.warmup", warmup, total_steps))
+    start, _ = _lengths(total_steps, warmup)
+    return Schedule(optimizer, start)
+
+
+def _lengths(total_steps: int, warmup: int | float, decay: int | float = 0) -> tuple[int, int]:
+    """Return the steps at which the warm-up ends and the decay begins.
+
+    A run for a look (debug=fast, scripts/prove.py) is shorter than both.
+    """
+    start = _steps("scheduler.warmup", warmup, total_steps)
+    end = total_steps - _steps("scheduler.decay", decay, total_steps)
+    if end < start:
+        log.warning(
+            "scheduler.warmup=%s%s: longer than the run's %s steps, so the rate is cut short. Type "
+            "shares of the run (below 1.0), or more steps.",
+            warmup,
+            f" and scheduler.decay={decay}" if decay else "",
+            total_steps,
+        )
+    return start, max(start, end)
 
 
 def _steps(key: str, value: int | float, total_steps: int) -> int:

@@ -94,7 +94,7 @@ def typed_problems(
     return [
         *found.values(),
         *values.switch_problems(overrides),
-        *targets.problems(nodes, _allowed(cfg), known=untyped),
+        *targets.problems(nodes, _allowed(cfg), known=untyped | found.keys()),
     ]
 
 
@@ -269,7 +269,8 @@ def _class_problems(cfg: DictConfig) -> list[str]:
     """
     name = OmegaConf.select(cfg, "task._target_")
     known = isinstance(name, str) and signatures.find_definition(name) is not None
-    return [] if known else targets.problems({"task": {"_target_": name}}, _allowed(cfg))
+    named = {"task": {"_target_": name} if name else {}}
+    return [] if known else targets.problems(named, _allowed(cfg))
 
 
 def _allowed(cfg: DictConfig) -> list[str]:
@@ -317,10 +318,10 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         return []
     if devices > (most := max(MOST_PROCESSES, 8 * cpus)):
         return [f"trainer.devices={devices}: this machine has {cpus} CPUs. Type {most} or less."]
-    log.warning(
-        "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
-        "less.", devices, cpus, cpus,
-    )  # fmt: skip
+    relations.warn(
+        f"trainer.devices={devices} processes share {cpus} CPUs, which is slow. Type "
+        f"trainer.devices={cpus} or less."
+    )
     return []
 
 

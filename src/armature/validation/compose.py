@@ -122,8 +122,8 @@ def parse_override(override: str) -> Override | None:
 
 def of_no_form(override: str) -> str:
     return (
-        f"{override}: this is not of the form key=value (quote values that hold spaces or commas: "
-        "'key=\"a b\"')."
+        f"{override}: this is not of the form key=value, without spaces (quote values that hold "
+        "spaces or commas: 'key=\"a b\"')."
     )
 
 
@@ -385,13 +385,15 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    adds = (group in config.OPEN or target) and name and override[:1] not in "+~"
+    options = _candidates(group, last) if name else {}
+    having = [option for option in options if key in _of_option(group, option)]
+    # some file of ours names each argument of its class
+    adds = "armature" not in target or any(target in options[each] for each in having)
+    adds = adds and (group in config.OPEN or target) and name and override[:1] not in "+~"
     add = f" To add it, type +{override}." if adds else ""
-    options = _candidates(group, last) if name else []
-    having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
+        there = f"here: it belongs to {group}={f', {group}='.join(having)}"
+        return f"{override}: there is no key '{key}' {there}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
@@ -402,15 +404,17 @@ def _arguments(target: str) -> list[str]:
     return []
 
 
-def _candidates(group: str, word: str) -> list[str]:
-    """Return the options of a group whose file has this word, or takes keys from another."""
+def _candidates(group: str, word: str) -> dict[str, str]:
+    """Return the options of a group whose file has this word, or takes keys from another, with
+    the text of each.
+    """
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
         for each in _folders()
         for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
-    return [option for option, text in texts.items() if word in text or "defaults:" in text]
+    return {option: text for option, text in texts.items() if word in text or "defaults:" in text}
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:
@@ -437,6 +441,8 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         missing = str(error.missing_cfg_file)
         group, _, option = missing.rpartition("/")
         hint = foreign_keys.hint(group, option, error.options or (), word=option)
+        if inner := group.partition("/")[2]:  # of a file that is no option of that group
+            hint = f" Write '- override /{inner}: {option}'."
         return f"{where}: there is no '{missing}'.{hint}"
     read = read if file.parent.name in GLOBAL else {file.parent.name: read}
     cause = error.__cause__ or error.__context__

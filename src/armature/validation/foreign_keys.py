@@ -32,40 +32,47 @@ _CHECKPOINTS = (
 )
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
+_SAME = "Leave it out: the same command, with its run.name, resumes by itself"
 
-# A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
+# A key, or key=value if the answer depends on the value, also with `trainer.` in front. `x.*`
+# answers for every key below x.
 # {value}: what was typed.
 FOREIGN: dict[str, str] = {
     # ------------------------------------------------------------------ Lightning's Trainer
-    "trainer.fast_dev_run": _DEBUG_RUN,
-    "trainer.overfit_batches": "Type debug=overfit: train on one global batch over and over",
-    "trainer.accumulate_grad_batches": _ACCUMULATE,
-    "trainer.val_check_interval": _EVERY,
-    "trainer.check_val_every_n_epoch": _EVERY,
-    "trainer.min_epochs": "Type trainer.max_steps=… or trainer.max_epochs=…, and "
+    "fast_dev_run": _DEBUG_RUN,
+    "overfit_batches": "Type debug=overfit: train on one global batch over and over",
+    "accumulate_grad_batches": _ACCUMULATE,
+    "val_check_interval": _EVERY,
+    "check_val_every_n_epoch": _EVERY,
+    "min_epochs": "Type trainer.max_steps=… or trainer.max_epochs=…, and "
     "callbacks=early_stopping to end earlier",
-    "trainer.enable_checkpointing": _CHECKPOINTS,
-    "trainer.default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
+    "enable_checkpointing": _CHECKPOINTS,
+    "default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
-    "trainer.sync_batchnorm": "It is on. To turn it off, type strategy=ddp "
-    "strategy.sync_batchnorm=false",
+    "sync_batchnorm": "It is on. To turn it off, type strategy=ddp strategy.sync_batchnorm=false",
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
+    "num_sanity_val_steps": "Leave it out: nothing is validated before training. Type debug=fast "
+    "to try every part",
+    "enable_progress_bar": "Leave it out: outside of a terminal there is no bar",
+    "checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
     # its older arguments
-    "trainer.gpus": _ALL_OR_ONE,
-    "trainer.gpus=[…]": _CHOSEN_GPUS,
-    "trainer.gpus=-1": _ALL_GPUS,
-    "trainer.resume_from_checkpoint": _RESUME,
+    "gpus": _ALL_OR_ONE,
+    "gpus=[…]": _CHOSEN_GPUS,
+    "gpus=-1": _ALL_GPUS,
+    "resume_from_checkpoint": _RESUME,
+    "resume_from_checkpoint=true": _SAME,
     # its values
     "trainer=gpu": "Type trainer.accelerator=gpu",
     "trainer=cpu": "Type trainer.accelerator=cpu",
     "trainer=ddp": "Type strategy=ddp trainer.devices=N",
-    "trainer.devices=-1": _ALL_GPUS,
-    "trainer.devices=[…]": _CHOSEN_GPUS,
+    "devices=-1": _ALL_GPUS,
+    "devices=[…]": _CHOSEN_GPUS,
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
+    "ckpt_path=last": _SAME,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
     "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
@@ -82,6 +89,7 @@ FOREIGN: dict[str, str] = {
     "lr": _LR,
     "model.lr": _LR,
     "task.lr": _LR,
+    "optimizer.learning_rate": _LR,
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
     "model.net": "Type model={value}: the group model is the network; the LightningModule is the "
@@ -108,6 +116,12 @@ FOREIGN: dict[str, str] = {
     "report_to": "Type logger={value}",
     "run_name": "Type run.name={value}",
     "bf16": "Type trainer.precision=bf16-mixed",
+    "fp16": "Type trainer.precision=16-mixed",
+    "deepspeed": "Type strategy=deepspeed, or deepspeed_zero3",
+    "num_processes": "Type trainer.devices={value}",
+    "save_steps": "Type checkpoint.every_n_steps={value}",
+    "eval_steps": "Type trainer.val_every_n_steps={value}",
+    "logging_steps": "Type trainer.log_every_n_steps={value}",
 }
 
 # Keys of Hydra that compose, and that nothing here reads.
@@ -139,8 +153,8 @@ def remedy(key: str, value: str = "…") -> str | None:
         re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
     )
     kind = "[…]" if items and not value.isdigit() else value.lower()
-    typed = f"{key}={kind}"  # trainer.strategy=NAME is answered as strategy=NAME
-    names = (typed, typed.removeprefix("trainer."), key, *below)
+    short = key.removeprefix("trainer.")  # trainer.strategy=NAME is answered as strategy=NAME
+    names = (f"{short}={kind}", key, short, *below)
     found = next((FOREIGN[name] for name in names if name in FOREIGN), None)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Check values against those of other groups: factories, sizes, lengths of a schedule.
+"""Check values against those of other groups: monitored metrics, factories, sizes.
 
 A data module says what its samples need of a model in a class attribute: a number, or the name of
 the data's own setting that holds it.
@@ -10,6 +10,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from armature.errors import ConfigError
@@ -25,29 +26,31 @@ OF_STEPS = ("lr", "train/loss", "train/grad_norm")
 SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")
 
 
+@cache
+def warn(text: str) -> None:
+    """Log a warning once: a sweep's values are checked one by one."""
+    log.warning(text)
+
+
 def problems(cfg: dict[str, Any]) -> list[str]:
     """Return what cannot work together in a resolved configuration whose classes are sound."""
     every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
     if isinstance(every, int) and isinstance(steps, int) and every > steps:
-        log.warning(
-            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at "
-            "the end.",
-            every,
-            steps,
+        warn(
+            f"trainer.val_every_n_steps={every} is beyond trainer.max_steps={steps}: validation "
+            "runs once, at the end."
         )
     monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
     if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
-        log.warning(
-            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
-            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
-            "batches.",
-            monitor,
+        warn(
+            f"trainer.limit_val_batches=0 switches validation off: checkpoint.monitor={monitor} is "
+            "never known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null "
+            "for all batches."
         )
     return [
         *_monitors(cfg),
         *_factories(cfg),
         *_sizes(cfg),
-        *_schedule(cfg),
     ]
 
 
@@ -149,28 +152,3 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
     # `features` of another model may be anything
     if problems := size_problems(model, {k: v for k, v in found.items() if ours or k == "classes"}):
         raise ConfigError(problems)
-
-
-def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield lengths of our schedules that are longer than the run, as far as its length is known
-    here.
-    """
-    node, steps = cfg.get("scheduler"), cfg["trainer"]["max_steps"]
-    if not isinstance(node, dict) or not isinstance(steps, int):
-        return
-    if (
-        not str(node.get("_target_")).startswith("armature.optim.schedules.")
-        or cfg["trainer"]["max_epochs"] is not None
-    ):
-        return
-    lengths = {
-        key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)
-    }
-    total = sum(round(value * steps) if value < 1 else int(value) for value in lengths.values())
-    if total > steps:
-        typed = " and ".join(f"scheduler.{key}={value}" for key, value in lengths.items())
-        verb = "are" if len(lengths) > 1 else "is"
-        yield (
-            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the "
-            "run (below 1.0), or more steps."
-        )

@@ -313,8 +313,8 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
         node = cfg.get(group, {"_target_": None})
         if not (isinstance(node, dict) and "_target_" in node) and (node or group != "scheduler"):
             yield (
-                f"{group}._target_ is missing: what to build. Type {group}=NAME, one of "
-                f"{', '.join(options(group))}."
+                f"{group}._target_ is missing. Write _target_: PACKAGE.MODULE.CLASS into its file, "
+                f"or type {group}=NAME, one of {', '.join(options(group))}."
             )
 
 

@@ -83,7 +83,8 @@ def misplaced(words: Sequence[str]) -> list[str]:
     found = [
         f"{each}: keys have no hyphens. Type {each.lstrip('-')}."
         if "=" in each
-        else f"{each}: there is no such option. Leave it out; --help shows the options."
+        else f"{each}: there is no such option. A key is typed as {each.lstrip('-')}=VALUE; --help "
+        "shows the options."
         for each in hyphens
     ]
     if behind and not hyphens:
