@@ -78,7 +78,7 @@ CASES = {
         ["checkpoint.root=s4://bucket"],
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
-    "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
+    "a key that another option has": (["data.path=long.txt"], ["but under", "data=text"]),
     "a size of an image model": (
         ["experiment=digits", "model.patch_size=3"],
         ["model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does"],

@@ -349,8 +349,11 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     holder, _, last = key.rpartition(".")
     node = OmegaConf.select(cfg, holder) if holder else None
     target = str(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else ""
-    # the class may take an argument that the option's file does not name
-    takes = _arguments(target)
+    signature = signatures.Signature()
+    with suppress(ConfigError):  # a module that cannot be imported
+        signature = signatures.signature_at(target)
+    # it may take an argument that the option's file does not name; files of ours name most
+    takes = [] if target.startswith("armature.") else [*signature.parameters]
     if key not in known and last in takes:
         return f"{override}: there is no key '{key}', but {target} takes it. Type +{override}."
     known += [f"{holder}.{each}" for each in takes]
@@ -358,7 +361,8 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     # the template's module
     if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:
         remedy = f"Type {of_task}={value}."
-    if key.partition(".")[0] == "hardware":
+    group, _, name = key.partition(".")
+    if group == "hardware":
         return f"{override}: {_PLANNED}"
     if key in groups:
         files, options = _files(parsed), groups[key]
@@ -384,22 +388,13 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         is_list = OmegaConf.is_list(OmegaConf.select(cfg, key))
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
-    group, _, name = key.partition(".")
-    adds = (group in config.OPEN or target) and name and override[:1] not in "+~"
-    add = f" To add it, type +{override}." if adds else ""
+    adds = group in config.OPEN or signature.open or last in signature.parameters
+    add = f" To add it, type +{override}." if adds and name and override[:1] not in "+~" else ""
     options = _candidates(group, last) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
+        return f"{override}: there is no key '{key}' here, but under {', '.join(having)}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
-
-
-def _arguments(target: str) -> list[str]:
-    """Return what a class takes that is not ours; the files of ours name all."""
-    with suppress(ConfigError):  # a module that cannot be imported
-        return [] if target.startswith("armature.") else [*signatures.parameters_of(target)]
-    return []
 
 
 def _candidates(group: str, word: str) -> list[str]:
