@@ -373,7 +373,12 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     if definition is None:
         return names
     signature = signature_of(definition)
-    own = [name for name in names if name in signature.parameters]
+    # a default such as "adam" is a name of the class's own
+    own = [
+        name
+        for name in names
+        if name in signature.parameters and not isinstance(signature.defaults.get(name), str)
+    ]
     if not signature.open:
         return own
     if not derives(definition, ["LightningModule"]):
