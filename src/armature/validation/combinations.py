@@ -636,13 +636,14 @@ def _of_stages(r: Run) -> Iterator[str]:
     """Yield what is wrong with the numbers of a pipeline's stages and micro-batches."""
     if r.pipe == 1:
         return
-    per_rank, layers = Schedule.of(vars(r)).stages_per_rank, r.model.get(r.plan.layers)
-    stages, chunks, micro = r.pipe * per_rank, r.microbatches, r.data.get("micro_batch_size")
+    stages, layers = r.pipe * Schedule.of(vars(r)).stages_per_rank, r.model.get(r.plan.layers)
+    chunks, micro = r.microbatches, r.data.get("micro_batch_size")
     if isinstance(layers, int) and layers < stages:
+        fits = "schedule=1f1b" if layers >= r.pipe else f"pipe={layers}"
         yield (
             f"strategy.pipe={r.pipe} with strategy.schedule={r.schedule} makes {stages} stages, "
-            f"but model.{r.plan.layers}={layers}. Type "
-            f"strategy.pipe={max(1, layers // per_rank)}, or a deeper model."
+            f"but model.{r.plan.layers}={layers}. Type strategy.{fits}, or "
+            f"model.{r.plan.layers}={stages}."
         )
     typed = r.stages
     if typed is not None and (len(typed) != stages or sum(typed) != layers or min(typed) < 1):
