@@ -395,6 +395,12 @@ RULES: dict[str, Rules] = {
             "strategy.cpu_offload=false, or strategy=fsdp.",
         ),
     ],
+    "strategy.offload_parameters": [
+        (
+            lambda r: r.stage != 3,
+            " with strategy.stage={r.stage}: only ZeRO-3 offloads weights. Type strategy.stage=3.",
+        ),
+    ],
     "strategy.context": [
         *_NO_PLAN,
         (
@@ -793,8 +799,10 @@ def problems(cfg: Mapping[str, Any], layout: Layout, **found: Any) -> list[str]:
             "strategy=ddp, or trainer.devices=1."
         ]
     if layout.kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        remedy = "Type make setup EXTRAS=deepspeed, or strategy=fsdp."
-        return [f"strategy=deepspeed: the package deepspeed is not installed. {remedy}"]
+        return [
+            "strategy=deepspeed: the package deepspeed is not installed. Type make setup "
+            "EXTRAS=deepspeed, or strategy=fsdp."
+        ]
     run = Run(cfg, layout, **found)
     return [
         *_unsupported(run),
