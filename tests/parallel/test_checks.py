@@ -174,7 +174,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"pipe": 2}, {"plan": None}, "has no plan"),
         ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),
-        ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "Type strategy.pipe=1"),
+        ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "schedule=1f1b, or"),
         ({"pipe": 2, "microbatches": 1}, {}, "too few .* Type strategy.microbatches=2"),
         (
             {"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3},

@@ -9,13 +9,13 @@ def sizes(**axes: int | str) -> dict[str, int | str]:
 
 def test_auto_takes_the_processes_that_are_left() -> None:
     assert resolve(sizes(shard="auto", tensor=2), world_size=8) == sizes(shard=4, tensor=2)
-    assert resolve(sizes(shard="auto", context=2), world_size=8) == sizes(shard=4, context=2)
 
 
 @pytest.mark.parametrize(
     ("axes", "world", "message"),
     [
-        (sizes(shard=2, tensor=2), 8, "4 does not make up the 8 processes. Type trainer.devices=4"),
+        (sizes(shard=2, tensor=2), 8, "Type trainer.devices=4, or strategy.shard=auto."),
+        (sizes(shard=2, tensor=3), 8, "does not make up the 8 processes. Type trainer.devices=6."),
         (sizes(shard="auto", tensor=3), 8, "Type trainer.devices=9"),
         (sizes(shard="auto", pipe="auto"), 8, "only one axis may be auto"),
     ],

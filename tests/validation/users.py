@@ -23,7 +23,7 @@ class Template(L.LightningModule):
 class Plain(L.LightningModule):
     """A module that builds everything itself."""
 
-    def __init__(self, width: int = 8, lr: float = 0.1) -> None:
+    def __init__(self, width: int = 8, optimizer: str = "adam", model="net") -> None:
         super().__init__()
         self.net = torch.nn.Linear(width, 1)
 

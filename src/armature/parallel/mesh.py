@@ -26,16 +26,14 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
     if len(unknown) > 1:
         raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")
     product = math.prod(known.values())
-    if unknown and world_size % product == 0:
-        return {axis: known.get(axis, world_size // product) for axis in AXES}
-    if not unknown and product == world_size:
-        return {axis: known[axis] for axis in AXES}
-    multiple = max(1, round(world_size / product)) * product
-    remedy = (
-        f"trainer.devices={multiple}" if unknown else f"trainer.devices={product}, or one axis auto"
-    )
+    rest, left = divmod(world_size, product)
+    if not left and (unknown or rest == 1):
+        return {axis: known.get(axis, rest) for axis in AXES}
+    multiple = max(1, round(world_size / product)) * product if unknown else product
+    divides = not unknown and world_size % (product // known["shard"]) == 0
     raise ValueError(
-        f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}."
+        f"{asked}: {product} does not make up the {world_size} processes. Type "
+        f"trainer.devices={multiple}{', or strategy.shard=auto' * divides}."
     )
 
 

@@ -395,6 +395,12 @@ RULES: dict[str, Rules] = {
             "strategy.cpu_offload=false, or strategy=fsdp.",
         ),
     ],
+    "strategy.offload_parameters": [
+        (
+            lambda r: r.stage != 3,
+            " with strategy.stage={r.stage}: only ZeRO-3 offloads weights. Type strategy.stage=3.",
+        ),
+    ],
     "strategy.context": [
         *_NO_PLAN,
         (
@@ -636,13 +642,14 @@ def _of_stages(r: Run) -> Iterator[str]:
     """Yield what is wrong with the numbers of a pipeline's stages and micro-batches."""
     if r.pipe == 1:
         return
-    per_rank, layers = Schedule.of(vars(r)).stages_per_rank, r.model.get(r.plan.layers)
-    stages, chunks, micro = r.pipe * per_rank, r.microbatches, r.data.get("micro_batch_size")
+    stages, layers = r.pipe * Schedule.of(vars(r)).stages_per_rank, r.model.get(r.plan.layers)
+    chunks, micro = r.microbatches, r.data.get("micro_batch_size")
     if isinstance(layers, int) and layers < stages:
+        fits = "schedule=1f1b" if layers >= r.pipe else f"pipe={layers}"
         yield (
             f"strategy.pipe={r.pipe} with strategy.schedule={r.schedule} makes {stages} stages, "
-            f"but model.{r.plan.layers}={layers}. Type "
-            f"strategy.pipe={max(1, layers // per_rank)}, or a deeper model."
+            f"but model.{r.plan.layers}={layers}. Type strategy.{fits}, or "
+            f"model.{r.plan.layers}={stages}."
         )
     typed = r.stages
     if typed is not None and (len(typed) != stages or sum(typed) != layers or min(typed) < 1):
@@ -792,8 +799,10 @@ def problems(cfg: Mapping[str, Any], layout: Layout, **found: Any) -> list[str]:
             "strategy=ddp, or trainer.devices=1."
         ]
     if layout.kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        remedy = "Type make setup EXTRAS=deepspeed, or strategy=fsdp."
-        return [f"strategy=deepspeed: the package deepspeed is not installed. {remedy}"]
+        return [
+            "strategy=deepspeed: the package deepspeed is not installed. Type make setup "
+            "EXTRAS=deepspeed, or strategy=fsdp."
+        ]
     run = Run(cfg, layout, **found)
     return [
         *_unsupported(run),

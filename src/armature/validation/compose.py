@@ -349,8 +349,11 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     holder, _, last = key.rpartition(".")
     node = OmegaConf.select(cfg, holder) if holder else None
     target = str(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else ""
-    # the class may take an argument that the option's file does not name
-    takes = _arguments(target)
+    signature = signatures.Signature()
+    with suppress(ConfigError):  # a module that cannot be imported
+        signature = signatures.signature_at(target)
+    # it may take an argument that the option's file does not name; files of ours name most
+    takes = [] if target.startswith("armature.") else [*signature.parameters]
     if key not in known and last in takes:
         return f"{override}: there is no key '{key}', but {target} takes it. Type +{override}."
     known += [f"{holder}.{each}" for each in takes]
@@ -358,7 +361,8 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     # the template's module
     if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:
         remedy = f"Type {of_task}={value}."
-    if key.partition(".")[0] == "hardware":
+    group, _, name = key.partition(".")
+    if group == "hardware":
         return f"{override}: {_PLANNED}"
     if key in groups:
         files, options = _files(parsed), groups[key]
@@ -384,37 +388,25 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         is_list = OmegaConf.is_list(OmegaConf.select(cfg, key))
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
-    group, _, name = key.partition(".")
-    options = _candidates(group, last) if name else {}
-    having = [option for option in options if key in _of_option(group, option)]
-    # some file of ours names each argument of its class
-    adds = "armature" not in target or any(target in options[each] for each in having)
-    adds = adds and (group in config.OPEN or target) and name and override[:1] not in "+~"
-    add = f" To add it, type +{override}." if adds else ""
+    adds = group in config.OPEN or signature.open or last in signature.parameters
+    add = f" To add it, type +{override}." if adds and name and override[:1] not in "+~" else ""
+    options = _candidates(group, last) if name else []
+    having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        there = f"here: it belongs to {group}={f', {group}='.join(having)}"
+        there = f"here: it belongs to {', '.join(having)}"
         return f"{override}: there is no key '{key}' {there}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
-def _arguments(target: str) -> list[str]:
-    """Return what a class takes that is not ours; the files of ours name all."""
-    with suppress(ConfigError):  # a module that cannot be imported
-        return [] if target.startswith("armature.") else [*signatures.parameters_of(target)]
-    return []
-
-
-def _candidates(group: str, word: str) -> dict[str, str]:
-    """Return the options of a group whose file has this word, or takes keys from another, with
-    the text of each.
-    """
+def _candidates(group: str, word: str) -> list[str]:
+    """Return the options of a group whose file has this word, or takes keys from another."""
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
         for each in _folders()
         for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
-    return {option: text for option, text in texts.items() if word in text or "defaults:" in text}
+    return [option for option, text in texts.items() if word in text or "defaults:" in text]
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:

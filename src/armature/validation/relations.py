@@ -90,9 +90,9 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
             "model._partial_=false: the task builds the model later, on its device. "
             "Type model._partial_=true."
         )
-    found = signatures.find_definition(scheduler["_target_"]) if scheduler else None
-    takes = signatures.signature_of(found) if found is not None else None
-    if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
+    takes = signatures.signature_at(scheduler["_target_"] if scheduler else "")
+    known = takes.parameters
+    if scheduler and known and not takes.open and "total_steps" not in known:
         yield (
             f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it "
             "does not take. Type scheduler=cosine, linear, wsd or constant, or a function of your "

@@ -345,16 +345,19 @@ def _as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def signature_at(target: str) -> Signature:
+    definition = find_definition(target)
+    return signature_of(definition) if definition is not None else Signature()
+
+
 def parameters_of(target: str) -> dict[str, Any]:
     """Return the type of each argument of what `target` names."""
-    definition = find_definition(target)
-    return signature_of(definition).parameters if definition is not None else {}
+    return signature_at(target).parameters
 
 
 def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of what `target` names, as far as YAML can hold them, else None."""
-    definition = find_definition(target)
-    defaults = signature_of(definition).defaults if definition is not None else {}
+    defaults = signature_at(target).defaults
     plain = (bool, int, float, str, list, tuple, dict)
     return {k: _as_yaml(v) if isinstance(v, plain) else None for k, v in defaults.items()}
 
@@ -370,7 +373,12 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     if definition is None:
         return names
     signature = signature_of(definition)
-    own = [name for name in names if name in signature.parameters]
+    # a default such as "adam" is a name of the class's own
+    own = [
+        name
+        for name in names
+        if name in signature.parameters and not isinstance(signature.defaults.get(name), str)
+    ]
     if not signature.open:
         return own
     if not derives(definition, ["LightningModule"]):

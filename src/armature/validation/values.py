@@ -561,8 +561,8 @@ def _number(cfg: DictConfig, path: str, text: str) -> Any:
     hint = schema(OmegaConf.to_container(cfg)).get(path)  # pyright: ignore[reportArgumentType]
     if hint is not None:
         takes = [accepts(hint, each) for each in (number, text)]
-    elif (definition := signatures.find_definition(target)) is not None:
-        hint = signatures.signature_of(definition).parameters.get(key)
+    elif signatures.find_definition(target) is not None:
+        hint = signatures.parameters_of(target).get(key)
         of_default = isinstance(signatures.defaults_of(target).get(key), int | float)
         takes = [
             signatures.accepts(hint, number),
