@@ -376,8 +376,11 @@ def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
             Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)
         ),
         lambda **options: DataLoader(Numbers(7), 2, sampler=torch.tensor([*range(7)]), **options),
+        lambda drop_last: DataLoader(
+            Numbers(7), batch_sampler=[[0, 1, 2], [3, 4, 5], *[[6]] * (not drop_last)]
+        ),
     ],
-    ids=["map", "stream", "batch sampler", "tensor"],
+    ids=["map", "stream", "batch sampler", "tensor", "batches"],
 )
 def test_evaluation_obeys_drop_last(make, drop_last):
     module: Any = Plain()
