@@ -13,7 +13,7 @@ from armature.data.labels import name_of
 from armature.data.sampler import permuted
 from armature.errors import ConfigError, error_line
 
-KINDS = {".csv": "CSV in UTF-8", ".jsonl": "lines of JSON", ".parquet": "Parquet"}
+KINDS = {".csv": "CSV in UTF-8", ".jsonl": "lines of JSON in UTF-8", ".parquet": "Parquet"}
 _LONGEST_ROW_BYTES = 1 << 26  # of a CSV file or JSON lines
 
 
@@ -43,7 +43,9 @@ def _read(file: Path, texts: list[str]) -> Any:
         if form == ".jsonl":
             # one thread alone knows the number of a wrong row
             options = json.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES)
-            return json.read_json(file, read_options=options)
+            table = json.read_json(file, read_options=options)
+            table.validate(full=True)  # texts that are no UTF-8
+            return table
         table = csv.read_csv(
             file,
             read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
