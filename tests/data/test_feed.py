@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -96,10 +97,8 @@ class Plain(L.LightningDataModule):
         return self.make(self.train)
 
     def val_dataloader(self):
-        return [
-            DataLoader(self.val, batch_size=3),
-            DataLoader(Numbers(5), batch_size=2, shuffle=True),
-        ]
+        own = DataLoader(self.val, batch_size=3)
+        return CombinedLoader([own, DataLoader(Numbers(5), 2, shuffle=True)], "sequential")
 
     def test_dataloader(self):
         return DataLoader(Numbers(9), batch_size=self.per_device)

@@ -413,19 +413,20 @@ class Feed(L.Callback):
             ConfigError: no DataLoader, or one that cannot be fed.
         """
         split = self.trainer.state.stage.dataloader_prefix
-        if split != "train" and loader == []:  # Lightning measures nothing there
-            return loader
-        if (split == "train") != isinstance(getattr(loader, "fed_by", None), EpochSampler):
-            if split != "train" or isinstance(loader, FedLoader):
+        training = split == "train"
+        if isinstance(loader, FedLoader):  # Lightning keeps it in a CombinedLoader of the user's
+            if not training or not isinstance(loader.fed_by, EpochSampler):
                 return loader
+            loader = self._train.loader
+        elif training:
             raise ConfigError(
                 f"data: the training loader is a {type(loader).__name__} that "
                 f"{self._name}.train_dataloader has not returned. Return one DataLoader there."
             )
-        if split == "train":
-            loader = self._train.loader
+        elif loader == []:  # Lightning measures nothing there
+            return loader
         if (key := (split, id(loader))) not in self._fed:
-            made = self.train_loader() if split == "train" else self._evaluated(loader, split)
+            made = self.train_loader() if training else self._evaluated(loader, split)
             self._fed[key] = loader, made
         return self._fed[key][1]
 
@@ -435,8 +436,10 @@ class Feed(L.Callback):
             return [self.train_loader()]
         if not is_overridden(f"{split}_dataloader", self.data):
             return []
-        found = CombinedLoader(getattr(self.data, f"{split}_dataloader")(), "sequential").flattened
-        return [self._evaluated(each, split) for each in found if each != []]
+        found = getattr(self.data, f"{split}_dataloader")()
+        if not isinstance(found, CombinedLoader):
+            found = CombinedLoader(found, "sequential")
+        return [self._evaluated(each, split) for each in found.flattened if each != []]
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
