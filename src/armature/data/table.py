@@ -113,7 +113,7 @@ class ColumnData(LabeledData):
             spaced = [repr(each) if each != each.strip() else each for each in there]
             raise ConfigError(
                 f"data.path={self.path} has no column {name}. Its columns: {', '.join(spaced)}. "
-                f"Type data.{key}=…, or name the columns in the file so."
+                f"Type data.{key}=…, or name them so in the file (in CSV with commas between)."
             )
         return self._table[name]
 
