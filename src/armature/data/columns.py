@@ -77,7 +77,7 @@ def _read(file: Path, texts: list[str]) -> Any:
     return table
 
 
-def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
+def numbers(column: Any, where: str) -> NDArray[np.float32]:
     """Return a column as numbers of 32 bits. Raises ConfigError with the row of what is none."""
     import pyarrow
 
@@ -85,7 +85,7 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
         values = _plain(column).cast(pyarrow.float64(), safe=False).to_numpy()
     except pyarrow.ArrowException as error:
         raise ConfigError(
-            f"data.path: column {name} has the type {column.type}, which holds no numbers "
+            f"{where} has the type {column.type}, which holds no numbers "
             f"({error_line(error)}). Leave it out of data.features, or turn it into numbers first."
         ) from error
     with np.errstate(over="ignore"):  # reported below
@@ -93,28 +93,28 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
     if len(wrong := np.flatnonzero(~np.isfinite(found))):
         value = column[int(wrong[0])].as_py()
         raise ConfigError(
-            f"data.path: column {name} {'is empty' if value is None else f'holds {value!r}'} in "
+            f"{where} {'is empty' if value is None else f'holds {value!r}'} in "
             f"data row {wrong[0] + 1}, where a finite number of 32 bits is needed. Fill it in, or "
             "leave the column or the row out."
         )
     return found
 
 
-def classes(column: Any, *, name: str) -> tuple[list[str], NDArray[np.int64]]:
+def classes(column: Any, where: str) -> tuple[list[str], NDArray[np.int64]]:
     """Return the names of a column's classes, and the index of each row's.
 
     Raises ConfigError for an empty cell, and for lists.
     """
     if column.type.num_fields:
         raise ConfigError(
-            f"data.target: column {name} holds {column.type}, not one value. Name another column."
+            f"{where} holds {column.type}, not one value. Type data.target=… for another column."
         )
     encoded = _plain(column).dictionary_encode("encode").combine_chunks()
     names = [name_of(value) for value in encoded.dictionary.to_pylist()]
     indices = encoded.indices.to_numpy()
     if None in names:
         row = np.flatnonzero(indices == names.index(None))[0]
-        raise ConfigError(f"data.path: column {name} is empty in data row {row + 1}. Fill it in.")
+        raise ConfigError(f"{where} is empty in data row {row + 1}. Fill it in.")
     found = {each: i for i, each in enumerate(dict.fromkeys(names))}
     return [*map(str, found)], np.array([found[each] for each in names])[indices]
 

@@ -96,18 +96,18 @@ class ColumnData(LabeledData):
     @cached_property
     def _labels(self) -> tuple[list[str], Any]:
         """The classes of the target column, and the index of each row's."""
-        return columns.classes(self._column(self.target, "target"), name=self.target)
+        return columns.classes(*self._column(self.target, "target"))
 
     def _targets(self) -> Tensor:
         """Return classes, as the trained model numbers them, or numbers. Raises ConfigError."""
         if not self.classes_are_targets:
-            column = self._column(self.target, "target")
-            return torch.from_numpy(columns.numbers(column, name=self.target))
+            return torch.from_numpy(columns.numbers(*self._column(self.target, "target")))
         names, indices = self._labels
-        where = f"data.path={self.path}, column {self.target},"
+        where = f"data.path={self.path}: column {self.target}"
         return torch.tensor(self.numbers(names, where=where))[torch.from_numpy(indices)]
 
-    def _column(self, name: str, key: str) -> Any:
+    def _column(self, name: str, key: str) -> tuple[Any, str]:
+        """Return a column, and where it is, for messages. `key` is to name it."""
         there = self._table.column_names
         if name not in there:
             spaced = [repr(each) if each != each.strip() else each for each in there]
@@ -115,7 +115,7 @@ class ColumnData(LabeledData):
                 f"data.path={self.path} has no column {name}. Its columns: {', '.join(spaced)}. "
                 f"Type data.{key}=…, or name them so in the file (in CSV with commas between)."
             )
-        return self._table[name]
+        return self._table[name], f"data.path={self.path}: column {name}"
 
 
 class TableData(ColumnData):
@@ -158,9 +158,7 @@ class TableData(ColumnData):
 
     @cached_property
     def _inputs(self) -> Tensor:
-        found = [
-            columns.numbers(self._column(name, "features"), name=name) for name in self._features
-        ]
+        found = [columns.numbers(*self._column(name, "features")) for name in self._features]
         return torch.from_numpy(np.stack(found, axis=1))
 
     @cached_property
