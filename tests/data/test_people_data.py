@@ -101,7 +101,7 @@ def test_links_are_followed_without_end_and_files_left_out_are_counted(tmp_path,
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("train", ["train", "training", "Train"])
+@pytest.mark.parametrize("train", ["train", "training", "Train_set"])
 @pytest.mark.parametrize("val", ["val", "valid", "validation", "dev"])
 @pytest.mark.parametrize("test", ["test", "testing"])
 def test_usual_names_of_split_folders_are_known(tmp_path, train, val, test):
