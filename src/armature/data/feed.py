@@ -344,7 +344,8 @@ class Feed(L.Callback):
         if state_dict["train_size"] != self.train_size:
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the "
-                "run continues in another sample order than without the change.",
+                "run continues in another sample order than without the change. A share drawn for "
+                "validation or test may now hold samples that the model was trained on.",
                 state_dict["samples_seen"], state_dict["train_size"], self.train_size,
             )  # fmt: skip
         if state_dict["seed"] != self.seed:
