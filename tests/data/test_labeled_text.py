@@ -21,13 +21,13 @@ def make(tmp_path, tokenizer_folder):
         path = tmp_path / name
         if name.endswith(".csv"):
             quoted = [f'"{words}",{label}' for words, label in rows]
-            path.write_text("\n".join([f"{text},{target}", *quoted]) + "\n")
+            path.write_text("\n".join([f"{text},{target}", *quoted]))
         else:
             records = [
                 row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows
             ]
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-            path.write_text("".join(lines), "latin-1")
+            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            path.write_text("\n".join(lines), "latin-1")
         sizes = {"context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
         return LabeledTextData(
             path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options}
