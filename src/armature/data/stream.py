@@ -55,8 +55,9 @@ class Reader:
             try:
                 self._record = next(self._records)
             except StopIteration:
+                owner = getattr(self.stream, "dataset", self.stream)
                 raise ValueError(
-                    f"{type(self.stream).__name__} ended at record {number} of epoch {epoch}, but "
+                    f"{type(owner).__name__} ended at record {number} of epoch {epoch}, but "
                     f"its len() is {len(self.stream)}. Resuming needs the exact number of records: "
                     "correct __len__."
                 ) from None
