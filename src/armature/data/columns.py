@@ -135,19 +135,14 @@ def split_indices(
 
     "val" is one of the folds into which all but the test samples fall, if there are folds.
 
-    Raises ConfigError if a fraction is out of range, or nothing is left for training.
+    Raises ConfigError if the fractions are more than all.
     """
-    fractions = (val_fraction, test_fraction)
-    if min(fractions) < 0 or sum(fractions) >= 1:
+    if val_fraction + test_fraction > 1:
         raise ConfigError(
-            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: each must "
-            "be 0 or more, and together below 1."
+            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: together "
+            "they must be at most 1."
         )
-    val, test = (round(size * fraction) for fraction in fractions)
-    if size - val - test < 1:
-        raise ConfigError(
-            f"{size} samples leave none for training: lower data.val_fraction={val_fraction}."
-        )
+    val, test = (round(size * fraction) for fraction in (val_fraction, test_fraction))
     order = permuted(np.arange(size), size=size, seed="split", epoch=0)
     parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
     if fold is not None and folds is not None:

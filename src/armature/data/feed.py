@@ -68,6 +68,7 @@ class Feed(L.Callback):
     Attributes:
         assets: what is kept beside the run for other data, such as the names of classes.
         limits: batches of each split, or a share of its samples; None: all.
+        measured: samples of all loaders for validation, test or predictions.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Feed(L.Callback):
         self.global_batch_size, self.micro_batch_size = global_batch_size or 0, micro_batch_size
         self.eval_batch_size, self.seed, self.train_limit = eval_batch_size, seed, train_limit
         self.limits: dict[str, Any] = {}
+        self.measured = 0
         self.skip_steps = sorted({*skip_steps})
         self._fold = None if fold is None or folds is None else (fold, folds)
         # parts (start, length) of the order of samples, by step: those of steps that are made
@@ -227,7 +229,7 @@ class Feed(L.Callback):
             ConfigError: the number of samples has changed since it was first asked for.
         """
         if not (size := self._train_samples):
-            raise ConfigError(f"data: {self._name} has no training samples: its dataset is empty.")
+            raise ConfigError(f"data: {self._name} has no training samples. Hold out fewer.")
         self._first_size = self._first_size or size
         if size != self._first_size:
             raise ConfigError(
@@ -487,6 +489,7 @@ class Feed(L.Callback):
             ranks=ranks,
             pads=not predicting,
         )
+        self.measured += sampler.size
         made = self._loader(read, sampler, predicting=predicting)
         self._check_padding(made, split)
         return made
