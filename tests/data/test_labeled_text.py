@@ -76,7 +76,6 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
         ([("x", "a"), ("", "b")], {}, "data row 2: there is no text in column 'text'"),
         ([("x", "a"), (3, "b")], {}, "cannot be read as lines of JSON .* row 1"),
         ([("x", "a"), ("y", " ")], {}, "column label is empty in data row 2"),
-        ([], {}, "Empty JSON file"),
         ([("x", "a"), ("café", "b")], {}, "JSON in UTF-8 .* at string index 1"),
     ],
 )  # fmt: skip

@@ -441,7 +441,7 @@ class Feed(L.Callback):
             return []
         found = getattr(self.data, f"{split}_dataloader")()
         if not isinstance(found, CombinedLoader):
-            found = CombinedLoader(found, "sequential")
+            found = CombinedLoader(found)
         return [self._evaluated(each, split) for each in found.flattened if each != []]
 
     def train_loader(self) -> FedLoader:

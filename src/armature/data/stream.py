@@ -44,7 +44,6 @@ class Reader:
     def __init__(self, stream: Stream, *, size: int) -> None:
         self.stream, self.size = stream, size
         self._records: Iterator[Any] = iter(())
-        self._record: Any = None
         self._place = (-1, 0)  # epoch and place of the record that was read last
 
     def record(self, epoch: int, place: int) -> Any:

@@ -30,13 +30,11 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.batch(index)
+    def batch(self, index: Any) -> dict[str, Tensor]:
+        targets = {} if self.targets is None else {"targets": self.targets[index]}
+        return {"inputs": self.inputs[index], **targets}
 
-    def batch(self, indices: Any) -> dict[str, Tensor]:
-        targets = {} if self.targets is None else {"targets": self.targets[indices]}
-        return {"inputs": self.inputs[indices], **targets}
+    __getitem__ = batch
 
 
 class ColumnData(LabeledData):
