@@ -91,7 +91,7 @@ def evaluate(args: argparse.Namespace) -> None:
             "the task logs "
             f"nothing. Try --split {other}."
         )
-    print(f"{checkpoint}{weights_note(task)} on {args.split}:")
+    print(f"{checkpoint}{weights_note(task)} on {feed.measured:,} samples of {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")
 

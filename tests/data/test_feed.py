@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -96,10 +97,8 @@ class Plain(L.LightningDataModule):
         return self.make(self.train)
 
     def val_dataloader(self):
-        return [
-            DataLoader(self.val, batch_size=3),
-            DataLoader(Numbers(5), batch_size=2, shuffle=True),
-        ]
+        own = DataLoader(self.val, batch_size=3)
+        return CombinedLoader([own, DataLoader(Numbers(5), 2, shuffle=True)], "sequential")
 
     def test_dataloader(self):
         return DataLoader(Numbers(9), batch_size=self.per_device)
@@ -325,6 +324,11 @@ class Divided(ByEpoch):
     num_replicas = 2
 
 
+class Reshuffled(IterableDataset):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(10))
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -355,10 +359,7 @@ class Divided(ByEpoch):
             lambda data: DataLoader(data, batch_sampler=[[(0, 32), (1, 32)]]),
             r"list yields \(0, 32\) for a .*in collate_fn",
         ),
-        (
-            lambda data: DataLoader(data, batch_sampler=[0, 1]),
-            r"list yields 0\. A batch sampler yields lists",
-        ),
+        (lambda data: DataLoader(Reshuffled(), 4), "yields other samples in a second pass"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
@@ -376,8 +377,11 @@ def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
             Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)
         ),
         lambda **options: DataLoader(Numbers(7), 2, sampler=torch.tensor([*range(7)]), **options),
+        lambda drop_last: DataLoader(
+            Numbers(7), batch_sampler=[[0, 1, 2], [3, 4, 5], *[[6]] * (not drop_last)]
+        ),
     ],
-    ids=["map", "stream", "batch sampler", "tensor"],
+    ids=["map", "stream", "batch sampler", "tensor", "batches"],
 )
 def test_evaluation_obeys_drop_last(make, drop_last):
     module: Any = Plain()
@@ -621,14 +625,14 @@ def test_an_iterable_dataset_is_read_as_a_stream(monkeypatch):
     found = [batch[0].tolist() for batch in served(Streamed(), global_batch_size=4)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     random.seed(3)
-    assert len(iterable.IterableStream(Counted(), seed=5)) == 10
+    assert len(iterable.IterableStream(Counted(), seed=5, limited=False)) == 10
     drawn = random.random()
     random.seed(3)
     assert random.random() == drawn  # counting leaves the global generators as they are
     monkeypatch.setattr(Streamed, "stream", Shrinks())
     fed = feed(Streamed(), global_batch_size=5)
     fed.samples_seen = 10
-    with pytest.raises(ValueError, match=r"IterableStream ended at record 9 of epoch 1, but its"):
+    with pytest.raises(ValueError, match=r"Shrinks ended at record 9 of epoch 1, but its"):
         [*fed.train_loader()]
 
 

@@ -29,8 +29,9 @@ class Plain(L.LightningDataModule):
 
 
 def of_table(split, fold):
-    fractions = {"val_fraction": 0.1, "test_fraction": 0.2}
-    return columns.split_indices(50, **fractions, fold=fold, folds=3)[split]
+    return columns.split_indices(
+        50, val_fraction=0.1, test_fraction=0.2, fold=fold, folds=3
+    )[split]  # fmt: skip
 
 
 def of_digits(split, fold):
@@ -38,8 +39,9 @@ def of_digits(split, fold):
 
 
 def of_any(split, fold):
-    none = {"val_fraction": 0, "test_fraction": 0}
-    return columns.split_indices(50, **none, fold=fold, folds=3)[split]
+    return columns.split_indices(
+        50, val_fraction=0, test_fraction=0, fold=fold, folds=3
+    )[split]  # fmt: skip
 
 
 @pytest.mark.guarantee

@@ -21,12 +21,13 @@ def make(tmp_path, tokenizer_folder):
         path = tmp_path / name
         if name.endswith(".csv"):
             quoted = [f'"{words}",{label}' for words, label in rows]
-            path.write_text("\n".join([f"{text},{target}", *quoted]) + "\n")
+            path.write_text("\n".join([f"{text},{target}", *quoted]))
         else:
             records = [
                 row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows
             ]
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            path.write_text("\n".join(lines), "latin-1")
         sizes = {"context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
         return LabeledTextData(
             path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options}
@@ -75,8 +76,7 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
         ([("x", "a"), ("", "b")], {}, "data row 2: there is no text in column 'text'"),
         ([("x", "a"), (3, "b")], {}, "cannot be read as lines of JSON .* row 1"),
         ([("x", "a"), ("y", " ")], {}, "column label is empty in data row 2"),
-        ([("x", "a"), {"text": "y"}], {}, "column label is empty in data row 2"),
-        ([], {}, "Empty JSON file"),
+        ([("x", "a"), ("café", "b")], {}, "JSON in UTF-8 .* at string index 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(make, rows, options, says):

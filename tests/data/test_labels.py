@@ -118,7 +118,7 @@ def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, ru
     unknown = used_by(run, table(tmp_path / "o.csv", "width,height,kind\n1,2,yak\n1,2,ant\n"))
     with pytest.raises(
         ConfigError,
-        match=r"column kind, has the class yak, which the training data lack. They have 3",
+        match=r"column kind has the class yak, which the training data lack. They have 3",
     ):
         unknown.dataset("test")
     with pytest.raises(

@@ -31,6 +31,7 @@ def test_evaluate_measures_what_the_run_measured(user, layout, runs):
     run_dir = runs.straight(of_user(user), layout)
     printed = runs.script("evaluate.py", str(run_dir), "--split", "val", PACKAGES)
     assert f"{float(rows(run_dir)[-1]['val/loss']):.6f}" in printed
+    assert f"on {users.HELD_OUT} samples of val:" in printed
 
 
 def test_converted_weights_compute_what_the_run_measured(run_dir, runs):

@@ -13,7 +13,7 @@ from armature.data.labels import name_of
 from armature.data.sampler import permuted
 from armature.errors import ConfigError, error_line
 
-KINDS = {".csv": "CSV in UTF-8", ".jsonl": "lines of JSON", ".parquet": "Parquet"}
+KINDS = {".csv": "CSV in UTF-8", ".jsonl": "lines of JSON in UTF-8", ".parquet": "Parquet"}
 _LONGEST_ROW_BYTES = 1 << 26  # of a CSV file or JSON lines
 
 
@@ -43,7 +43,9 @@ def _read(file: Path, texts: list[str]) -> Any:
         if form == ".jsonl":
             # one thread alone knows the number of a wrong row
             options = json.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES)
-            return json.read_json(file, read_options=options)
+            table = json.read_json(file, read_options=options)
+            table.validate(full=True)  # texts that are no UTF-8
+            return table
         table = csv.read_csv(
             file,
             read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
@@ -75,7 +77,7 @@ def _read(file: Path, texts: list[str]) -> Any:
     return table
 
 
-def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
+def numbers(column: Any, where: str) -> NDArray[np.float32]:
     """Return a column as numbers of 32 bits. Raises ConfigError with the row of what is none."""
     import pyarrow
 
@@ -83,7 +85,7 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
         values = _plain(column).cast(pyarrow.float64(), safe=False).to_numpy()
     except pyarrow.ArrowException as error:
         raise ConfigError(
-            f"data.path: column {name} has the type {column.type}, which holds no numbers "
+            f"{where} has the type {column.type}, which holds no numbers "
             f"({error_line(error)}). Leave it out of data.features, or turn it into numbers first."
         ) from error
     with np.errstate(over="ignore"):  # reported below
@@ -91,28 +93,28 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
     if len(wrong := np.flatnonzero(~np.isfinite(found))):
         value = column[int(wrong[0])].as_py()
         raise ConfigError(
-            f"data.path: column {name} {'is empty' if value is None else f'holds {value!r}'} in "
+            f"{where} {'is empty' if value is None else f'holds {value!r}'} in "
             f"data row {wrong[0] + 1}, where a finite number of 32 bits is needed. Fill it in, or "
             "leave the column or the row out."
         )
     return found
 
 
-def classes(column: Any, *, name: str) -> tuple[list[str], NDArray[np.int64]]:
+def classes(column: Any, where: str) -> tuple[list[str], NDArray[np.int64]]:
     """Return the names of a column's classes, and the index of each row's.
 
     Raises ConfigError for an empty cell, and for lists.
     """
     if column.type.num_fields:
         raise ConfigError(
-            f"data.target: column {name} holds {column.type}, not one value. Name another column."
+            f"{where} holds {column.type}, not one value. Type data.target=… for another column."
         )
     encoded = _plain(column).dictionary_encode("encode").combine_chunks()
     names = [name_of(value) for value in encoded.dictionary.to_pylist()]
     indices = encoded.indices.to_numpy()
     if None in names:
         row = np.flatnonzero(indices == names.index(None))[0]
-        raise ConfigError(f"data.path: column {name} is empty in data row {row + 1}. Fill it in.")
+        raise ConfigError(f"{where} is empty in data row {row + 1}. Fill it in.")
     found = {each: i for i, each in enumerate(dict.fromkeys(names))}
     return [*map(str, found)], np.array([found[each] for each in names])[indices]
 
@@ -133,19 +135,14 @@ def split_indices(
 
     "val" is one of the folds into which all but the test samples fall, if there are folds.
 
-    Raises ConfigError if a fraction is out of range, or nothing is left for training.
+    Raises ConfigError if the fractions are more than all.
     """
-    fractions = (val_fraction, test_fraction)
-    if min(fractions) < 0 or sum(fractions) >= 1:
+    if val_fraction + test_fraction > 1:
         raise ConfigError(
-            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: each must "
-            "be 0 or more, and together below 1."
+            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: together "
+            "they must be at most 1."
         )
-    val, test = (round(size * fraction) for fraction in fractions)
-    if size - val - test < 1:
-        raise ConfigError(
-            f"{size} samples leave none for training: lower data.val_fraction={val_fraction}."
-        )
+    val, test = (round(size * fraction) for fraction in (val_fraction, test_fraction))
     order = permuted(np.arange(size), size=size, seed="split", epoch=0)
     parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
     if fold is not None and folds is not None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import operator
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,11 @@ class Draw:
         draws_from_copies: the sampler changes as it draws.
     """
 
-    def __init__(self, sampler: Any, *, owner: str, seed: int, whole_batches: bool) -> None:
+    def __init__(
+        self, sampler: Any, *, owner: str, seed: int, whole_batches: bool, training: bool
+    ) -> None:
         self.sampler, self.seed, self.whole_batches = sampler, seed, whole_batches
+        self._training = training
         self.name, self.owner = type(sampler).__name__, owner
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
             raise self._refused(
@@ -59,7 +63,7 @@ class Draw:
         self.draws_from_copies = self._told = False
         # of the epochs that the training loop has begun
         self._kept: dict[int, NDArray[np.int64]] = {}
-        self.size = self.batch_size = 0
+        self.batch_size = 0
         untouched = copied(sampler)
         first, again = self._draw(0), self._draw(0)
         if not np.array_equal(first, again) and untouched is not None:  # it changes as it draws
@@ -136,15 +140,16 @@ class Draw:
         if not indices:
             raise self._refused(f"yields no samples in epoch {epoch}.")
         if self.whole_batches:
-            sizes = {self.batch_size or len(indices[0]), *map(len, indices)}
-            if len(sizes) > 1:
+            self.batch_size = self.batch_size or statistics.mode(map(len, indices))
+            sizes = {self.batch_size, *map(len, indices)}
+            if self._training and len(sizes) > 1:
                 raise self._refused(
                     f"yields batches of {min(sizes)} to {max(sizes)} samples. A step trains on "
                     "data.global_batch_size samples: yield batches of one size (drop_last), or "
                     "pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
                 )
-            (self.batch_size,) = sizes
-        return np.array(indices, np.int64).reshape(-1)
+            indices = [*itertools.chain(*indices)]
+        return np.array(indices, np.int64)
 
     def _batch(self, drawn: Any) -> list[int]:
         if not isinstance(drawn, Iterable):
@@ -181,9 +186,7 @@ class ReadLoader:
     shuffled: bool = False
 
 
-def read_loader(
-    loader: Any, split: str, *, owner: str, seed: int, limited: bool = False
-) -> ReadLoader:
+def read_loader(loader: Any, split: str, *, owner: str, seed: int, limited: bool) -> ReadLoader:
     """Read a loader.
 
     For predictions ("predict") all samples are read once, in the order of the dataset, with or
@@ -221,11 +224,9 @@ def read_loader(
             f"{owner}: {type(dataset).__name__} has no length. Give it a method __len__ (and "
             "__getitem__), or derive it from IterableDataset."
         )
-    draw, shuffled = _order(loader, owner=owner, seed=seed)
-    size: int = (
-        draw.batch_size if draw is not None and draw.whole_batches
-        else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
-    )  # fmt: skip
+    draw, shuffled = _order(loader, owner=owner, seed=seed, training=training)
+    of_batches: Any = draw if draw is not None and draw.whole_batches else loader.batch_sampler
+    size: int = of_batches.batch_size
     if draw is not None and predicting:
         raise ConfigError(
             f"{owner}: {draw.name} draws the samples, but predictions are a row for each sample in "
@@ -244,12 +245,12 @@ def read_loader(
     )
 
 
-def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | None, bool]:
+def _order(loader: DataLoader[Any], **options: Any) -> tuple[Draw | None, bool]:
     """Return who draws the samples (None: nobody), and whether they are all shuffled."""
     batch_sampler: Any = loader.batch_sampler
     # a batch sampler that is passed leaves no batch_size: else it is the loader's own
     if type(batch_sampler) is not BatchSampler and loader.batch_size is None:
-        return Draw(batch_sampler, owner=owner, seed=seed, whole_batches=True), False
+        return Draw(batch_sampler, **options, whole_batches=True), False
     sampler: Any = batch_sampler.sampler
     if type(sampler) is SequentialSampler:
         return None, False
@@ -258,7 +259,7 @@ def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | No
     all_once = type(sampler) is RandomSampler and not sampler.replacement
     if all_once and sampler.num_samples == len(loader.dataset):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         return None, True
-    return Draw(sampler, owner=owner, seed=seed, whole_batches=False), False
+    return Draw(sampler, **options, whole_batches=False), False
 
 
 def copied(sampler: Any) -> Any:

@@ -68,6 +68,7 @@ class Feed(L.Callback):
     Attributes:
         assets: what is kept beside the run for other data, such as the names of classes.
         limits: batches of each split, or a share of its samples; None: all.
+        measured: samples of all loaders for validation, test or predictions.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Feed(L.Callback):
         self.global_batch_size, self.micro_batch_size = global_batch_size or 0, micro_batch_size
         self.eval_batch_size, self.seed, self.train_limit = eval_batch_size, seed, train_limit
         self.limits: dict[str, Any] = {}
+        self.measured = 0
         self.skip_steps = sorted({*skip_steps})
         self._fold = None if fold is None or folds is None else (fold, folds)
         # parts (start, length) of the order of samples, by step: those of steps that are made
@@ -227,7 +229,7 @@ class Feed(L.Callback):
             ConfigError: the number of samples has changed since it was first asked for.
         """
         if not (size := self._train_samples):
-            raise ConfigError(f"data: {self._name} has no training samples: its dataset is empty.")
+            raise ConfigError(f"data: {self._name} has no training samples. Hold out fewer.")
         self._first_size = self._first_size or size
         if size != self._first_size:
             raise ConfigError(
@@ -344,7 +346,8 @@ class Feed(L.Callback):
         if state_dict["train_size"] != self.train_size:
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the "
-                "run continues in another sample order than without the change.",
+                "run continues in another sample order than without the change. A share drawn for "
+                "validation or test may now hold samples that the model was trained on.",
                 state_dict["samples_seen"], state_dict["train_size"], self.train_size,
             )  # fmt: skip
         if state_dict["seed"] != self.seed:
@@ -413,19 +416,20 @@ class Feed(L.Callback):
             ConfigError: no DataLoader, or one that cannot be fed.
         """
         split = self.trainer.state.stage.dataloader_prefix
-        if split != "train" and loader == []:  # Lightning measures nothing there
-            return loader
-        if (split == "train") != isinstance(getattr(loader, "fed_by", None), EpochSampler):
-            if split != "train" or isinstance(loader, FedLoader):
+        training = split == "train"
+        if isinstance(loader, FedLoader):  # Lightning keeps it in a CombinedLoader of the user's
+            if not training or not isinstance(loader.fed_by, EpochSampler):
                 return loader
+            loader = self._train.loader
+        elif training:
             raise ConfigError(
                 f"data: the training loader is a {type(loader).__name__} that "
                 f"{self._name}.train_dataloader has not returned. Return one DataLoader there."
             )
-        if split == "train":
-            loader = self._train.loader
+        elif loader == []:  # Lightning measures nothing there
+            return loader
         if (key := (split, id(loader))) not in self._fed:
-            made = self.train_loader() if split == "train" else self._evaluated(loader, split)
+            made = self.train_loader() if training else self._evaluated(loader, split)
             self._fed[key] = loader, made
         return self._fed[key][1]
 
@@ -435,8 +439,10 @@ class Feed(L.Callback):
             return [self.train_loader()]
         if not is_overridden(f"{split}_dataloader", self.data):
             return []
-        found = CombinedLoader(getattr(self.data, f"{split}_dataloader")(), "sequential").flattened
-        return [self._evaluated(each, split) for each in found if each != []]
+        found = getattr(self.data, f"{split}_dataloader")()
+        if not isinstance(found, CombinedLoader):
+            found = CombinedLoader(found)
+        return [self._evaluated(each, split) for each in found.flattened if each != []]
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
@@ -483,6 +489,7 @@ class Feed(L.Callback):
             ranks=ranks,
             pads=not predicting,
         )
+        self.measured += sampler.size
         made = self._loader(read, sampler, predicting=predicting)
         self._check_padding(made, split)
         return made

@@ -344,7 +344,8 @@ def _vector(row: dict[str, Any], columns: Sequence[str]) -> torch.Tensor:
     for column, value in zip(columns, values, strict=True):
         if not isinstance(value, torch.Tensor) or value.ndim:
             raise ConfigError(
-                f"data.inputs={columns}: column {column} holds no single numbers. Leave it out, or "
+                f"data.inputs={columns}: column {column} holds no single numbers but {value!r:.60} "
+                "(one cell such as NA makes texts of a whole column). Mend it, leave it out, or "
                 f"type data.inputs={column} for it alone."
             )
     return torch.stack([value.float() for value in values])

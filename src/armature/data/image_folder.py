@@ -24,7 +24,7 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
-SPLIT_FOLDERS = {  # in lower case
+SPLIT_FOLDERS = {  # in lower case, without _set at the end
     "train": "train", "training": "train",
     "val": "val", "valid": "val", "validation": "val", "dev": "val",
     "test": "test", "testing": "test",
@@ -187,7 +187,7 @@ class ImageFolderData(LabeledData):
         sources.check_class_folders(self.path)
         found: dict[str, Path] = {}
         for name in _folders(self.path):
-            if (split := SPLIT_FOLDERS.get(name.lower())) is None:
+            if (split := SPLIT_FOLDERS.get(name.lower().removesuffix("_set"))) is None:
                 continue
             if split in found:
                 raise ConfigError(

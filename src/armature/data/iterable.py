@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as loader_worker
 from typing_extensions import override
 
-from armature.data.samples import preserved_generators, seed_generators, seed_of
+from armature.data.samples import digest, preserved_generators, seed_generators, seed_of
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 
@@ -37,7 +37,7 @@ class IterableStream(Stream):
             counted.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], *, seed: int, limited: bool = False) -> None:
+    def __init__(self, dataset: IterableDataset[Any], *, seed: int, limited: bool) -> None:
         self.dataset, self.seed = dataset, seed
         self._size = ENDLESS
         if not limited:
@@ -52,6 +52,15 @@ class IterableStream(Stream):
                 )
                 with preserved_generators():
                     self._size = self._count()
+                    begins = {digest([*itertools.islice(self._records(0), 8)]) for _ in range(2)}
+                if len(begins) > 1:
+                    raise ConfigError(
+                        f"{type(dataset).__name__} yields other samples in a second pass. Ranks, "
+                        "loader processes and resumes divide them by place, so some would be used "
+                        "twice and some not at all. Count epochs in set_epoch(epoch), and make "
+                        "generators anew from a seed in __iter__ (webdataset: seed=0 for shuffle "
+                        "and WebDataset), or draw from the global ones, which are seeded."
+                    ) from None
 
     @override
     def __len__(self) -> int:
@@ -76,7 +85,7 @@ class IterableStream(Stream):
     def _records(self, epoch: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
-        samples: Iterator[Any] | None = None
+        samples = None
         for place in range(self._size):
             seed_generators(seed_of(f"{self.seed}/iterable", epoch, place))
             try:

@@ -112,7 +112,7 @@ class LabeledTextData(ColumnData):
     @cached_property
     def _encoded(self) -> tuple[list[str], list[np.ndarray]]:
         """The texts and their tokens. Raises ConfigError for one that has none."""
-        texts = self._column(self.text, "text").to_pylist()
+        texts = self._column(self.text, "text")[0].to_pylist()
         encoder = tokenizer.read(tokenizer.find(self.tokenizer_folder, key="data.tokenizer"))
         encoder.enable_truncation(self.context)  # keeps the special tokens at the end
         # so that a text that is missing, empty or no text is found below

@@ -1,17 +1,13 @@
 """Whether all ranks hold the same data: they divide one order of samples."""
 
-import hashlib
 import logging
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from armature.data.draw import ReadLoader
-from armature.data.samples import Samples
+from armature.data.samples import Samples, collated, digest
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 
@@ -28,7 +24,7 @@ def check(
     generator of the dataset's own, which may differ.
     """
     size, rank = len(read.dataset), strategy.global_rank
-    own = _digest([size, None if read.draw is None else read.draw(0), *_subsets(read.dataset)])
+    own = digest([size, None if read.draw is None else read.draw(0), *_subsets(read.dataset)])
     same = own == strategy.broadcast(own)
     first = _few(read.dataset, seed=seed) if samples else None
     theirs = strategy.broadcast(first)
@@ -58,23 +54,11 @@ def _few(dataset: Any, *, seed: int) -> str | None:
     size = len(dataset)
     places = range(min(3, size)) if isinstance(dataset, Stream) else {0, size // 2, size - 1}
     samples = Samples(
-        dataset, size=max(1, size), seed=seed, training=False, collate_fn=lambda each: each,
+        dataset, size=max(1, size), seed=seed, training=False, collate_fn=collated,
         foreign=True,
     )  # fmt: skip
     try:
-        return _digest(samples.__getitems__(sorted(places)) if size else [])
+        return digest(samples.__getitems__(sorted(places)) if size else [])
     except Exception as error:  # it may wait for what training starts
         log.debug("samples cannot be read before training: %s", error)
         return None
-
-
-def _digest(value: Any) -> str:
-    checksum = hashlib.sha256()
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().float().cpu().numpy() if leaf.layout == torch.strided else None
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            checksum.update(np.ascontiguousarray(leaf).data)
-        elif isinstance(leaf, int | float | str):
-            checksum.update(repr(leaf).encode())
-    return checksum.hexdigest()

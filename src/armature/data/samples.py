@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from armature.data.sampler import PADDING
@@ -151,6 +152,19 @@ def seed_of(seed: str, *place: int) -> int:
     """Return 63 bits that depend on all arguments."""
     text = "/".join([seed, *map(str, place)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def digest(value: Any) -> str:
+    """Return a hash of the numbers and texts in a value."""
+    checksum = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().float().cpu().numpy() if leaf.layout == torch.strided else None
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            checksum.update(np.ascontiguousarray(leaf).data)
+        elif isinstance(leaf, int | float | str | np.generic):
+            checksum.update(repr(leaf).encode())
+    return checksum.hexdigest()
 
 
 def has_targets(batch: Any) -> bool:

@@ -142,7 +142,7 @@ def _nothing_found(typed: str, pattern: Path) -> str:
     return f"data.path={typed}: {there.absolute()} has no {'/'.join(missing)}. {hint}"
 
 
-def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces(file: SourceFile, *, field: str, piece_bytes: int) -> Iterator[Piece]:
     """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the
     records of JSONL.
 

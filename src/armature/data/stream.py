@@ -44,7 +44,6 @@ class Reader:
     def __init__(self, stream: Stream, *, size: int) -> None:
         self.stream, self.size = stream, size
         self._records: Iterator[Any] = iter(())
-        self._record: Any = None
         self._place = (-1, 0)  # epoch and place of the record that was read last
 
     def record(self, epoch: int, place: int) -> Any:
@@ -55,8 +54,9 @@ class Reader:
             try:
                 self._record = next(self._records)
             except StopIteration:
+                owner = getattr(self.stream, "dataset", self.stream)
                 raise ValueError(
-                    f"{type(self.stream).__name__} ended at record {number} of epoch {epoch}, but "
+                    f"{type(owner).__name__} ended at record {number} of epoch {epoch}, but "
                     f"its len() is {len(self.stream)}. Resuming needs the exact number of records: "
                     "correct __len__."
                 ) from None

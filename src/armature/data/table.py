@@ -30,13 +30,11 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.batch(index)
+    def batch(self, index: Any) -> dict[str, Tensor]:
+        targets = {} if self.targets is None else {"targets": self.targets[index]}
+        return {"inputs": self.inputs[index], **targets}
 
-    def batch(self, indices: Any) -> dict[str, Tensor]:
-        targets = {} if self.targets is None else {"targets": self.targets[indices]}
-        return {"inputs": self.inputs[indices], **targets}
+    __getitem__ = batch
 
 
 class ColumnData(LabeledData):
@@ -96,26 +94,26 @@ class ColumnData(LabeledData):
     @cached_property
     def _labels(self) -> tuple[list[str], Any]:
         """The classes of the target column, and the index of each row's."""
-        return columns.classes(self._column(self.target, "target"), name=self.target)
+        return columns.classes(*self._column(self.target, "target"))
 
     def _targets(self) -> Tensor:
         """Return classes, as the trained model numbers them, or numbers. Raises ConfigError."""
         if not self.classes_are_targets:
-            column = self._column(self.target, "target")
-            return torch.from_numpy(columns.numbers(column, name=self.target))
+            return torch.from_numpy(columns.numbers(*self._column(self.target, "target")))
         names, indices = self._labels
-        where = f"data.path={self.path}, column {self.target},"
+        where = f"data.path={self.path}: column {self.target}"
         return torch.tensor(self.numbers(names, where=where))[torch.from_numpy(indices)]
 
-    def _column(self, name: str, key: str) -> Any:
+    def _column(self, name: str, key: str) -> tuple[Any, str]:
+        """Return a column, and where it is, for messages. `key` is to name it."""
         there = self._table.column_names
         if name not in there:
             spaced = [repr(each) if each != each.strip() else each for each in there]
             raise ConfigError(
                 f"data.path={self.path} has no column {name}. Its columns: {', '.join(spaced)}. "
-                f"Type data.{key}=…, or name the columns in the file so."
+                f"Type data.{key}=…, or name them so in the file (in CSV with commas between)."
             )
-        return self._table[name]
+        return self._table[name], f"data.path={self.path}: column {name}"
 
 
 class TableData(ColumnData):
@@ -158,9 +156,7 @@ class TableData(ColumnData):
 
     @cached_property
     def _inputs(self) -> Tensor:
-        found = [
-            columns.numbers(self._column(name, "features"), name=name) for name in self._features
-        ]
+        found = [columns.numbers(*self._column(name, "features")) for name in self._features]
         return torch.from_numpy(np.stack(found, axis=1))
 
     @cached_property

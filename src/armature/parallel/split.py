@@ -36,9 +36,7 @@ SCHEDULES = {
 }
 
 
-def balance_blocks(
-    costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0
-) -> list[int]:
+def balance_blocks(costs: Sequence[int], *, stages: int, first: int, last: int) -> list[int]:
     """Return how many consecutive blocks each stage takes, so that the most expensive stage is as
     cheap as possible.
 

@@ -124,7 +124,7 @@ def _together(blocks: list[nn.Module], min_num_params: int) -> list[list[nn.Modu
 
 
 def _without_plan(
-    module: nn.Module, min_num_params: int, *, listed: bool = False, in_sequence: bool = False
+    module: nn.Module, min_num_params: int, *, listed: bool, in_sequence: bool = False
 ) -> Iterator[nn.Module]:
     if size(module) < max(1, min_num_params) or isinstance(module, _KEPT):
         return

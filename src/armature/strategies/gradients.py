@@ -143,7 +143,7 @@ class GradientMixin(LayoutMixin):
         """Whether the optimizer's step that is about to be made is one of the run's."""
         return True
 
-    def _rebalance_experts(self, complete: bool, *, left_out: bool = False) -> None:
+    def _rebalance_experts(self, complete: bool, *, left_out: bool) -> None:
         """Let mixtures of experts level the load of the step that was made, which is added up over
         all ranks.
 

@@ -43,7 +43,7 @@ class EpochLoop(_TrainingEpochLoop):
     """
 
     def __init__(
-        self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None
+        self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None
     ) -> None:
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
         self._results = epoch_metrics.Results(training=True)

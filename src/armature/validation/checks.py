@@ -278,7 +278,7 @@ def _allowed(cfg: DictConfig) -> list[str]:
     return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *signatures.own()])]
 
 
-def _target_problems(cfg: DictConfig, *, known: Container[str] = ()) -> list[str]:
+def _target_problems(cfg: DictConfig, *, known: Container[str]) -> list[str]:
     cfg = for_this_machine(cfg)  # arguments may refer to what is decided later
     for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"

@@ -255,7 +255,7 @@ def _type(annotation: Any, function: Any) -> Any:
 
 
 def argument_problems(
-    path: str, node: dict[str, Any], definition: Any, *, known: Container[str] = ()
+    path: str, node: dict[str, Any], definition: Any, *, known: Container[str]
 ) -> list[str]:
     """Return which arguments of the `_target_` node at `path` its class or function does not
     take, except the keys in `known`.

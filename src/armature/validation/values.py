@@ -67,7 +67,7 @@ Batch = Annotated[int, Field(ge=1, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**24)]
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 Samples = Annotated[int, Field(ge=1, le=10**12)]
-DataFraction = Annotated[Number, Field(ge=0, lt=0.9)]
+Share = Annotated[Number, Field(ge=0, le=1)]
 Path = Annotated[str, Field(pattern=r"^[^\x00]+\Z")]
 Paths = Annotated[
     Path | Annotated[list[Path], Field(min_length=1)],
@@ -185,8 +185,8 @@ class OfData:
     held_out: Samples
     noise: AtLeast0
     context: Size
-    val_fraction: Fraction
-    test_fraction: Fraction
+    val_fraction: Share
+    test_fraction: Share
     global_batch_size: Batch
     path: Paths | None
     image_mode: Literal["L", "RGB", "RGBA"] | None
@@ -199,8 +199,8 @@ class OfSource:
     context: Size
     vocab_size: Size
     tokenizer_bytes: Count
-    val_fraction: DataFraction
-    test_fraction: DataFraction
+    val_fraction: Share
+    test_fraction: Share
     too_long: Literal["cut", "drop"]
 
 

@@ -150,7 +150,7 @@ def checked(record: object, form: str, *, where: str) -> dict[str, Any]:
 
 def there(record: dict[str, Any]) -> str:
     """Return the keys of a record, for messages."""
-    return ", ".join(map(str, sorted(record))) or "nothing"
+    return ", ".join(sorted(record)) or "nothing"
 
 
 def made(
@@ -165,13 +165,16 @@ def made(
 
     Raises ConfigError.
     """
-    answers = [i for i in range(first, len(read)) if read[i]["role"] == "assistant"]
-    learned = tuple(i for i in answers if read[i].get("weight", 1))
+    learned = tuple(
+        i
+        for i, message in enumerate(read)
+        if i >= first and message["role"] == "assistant" and message.get("weight", 1)
+    )
     if not learned:
-        found = "all messages of the role assistant have weight 0"
+        roles = ", ".join(sorted({message["role"] for message in read}))
         raise ConfigError(
-            f"{where}: {found if answers else 'no message of the role assistant'}, so there is "
-            "nothing to learn. Remove the line."
+            f"{where}: no message of the role assistant, or all with weight 0, so there is nothing "
+            f"to learn (roles: {roles}). Rename the role, or remove the line."
         )
     tools = _without_nulls(record.get("tools"))
     if record.get("system") and read[0]["role"] != "system":

@@ -75,7 +75,7 @@ class Pairs(Rows):
             this, and at most `context`; None: always `context`.
     """
 
-    def __init__(self, source: Preferences, split: Split, *, multiple: int | None = None) -> None:
+    def __init__(self, source: Preferences, split: Split, *, multiple: int | None) -> None:
         super().__init__(source, split)
         self.multiple = multiple
 

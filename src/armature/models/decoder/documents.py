@@ -28,7 +28,7 @@ def skips_blocks(device: torch.device, head_dim: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
-def dense_mask(document_BT: Tensor, document_BS: Tensor, *, window: int | None = None) -> Tensor:
+def dense_mask(document_BT: Tensor, document_BS: Tensor, *, window: int | None) -> Tensor:
     """Return a mask (B, 1, T, S).
 
     True if position j is in i's document, not later, and less than `window` earlier.
@@ -59,7 +59,7 @@ def _near(new: int, seen: int, *, window: int | None, device: torch.device) -> T
     return near_TS if window is None else near_TS.triu(seen - new - window + 1)
 
 
-def block_mask(document_BS: Tensor, *, start: int = 0, window: int | None = None) -> BlockMask:
+def block_mask(document_BS: Tensor, *, start: int = 0, window: int | None) -> BlockMask:
     """Return `dense_mask` without a cache as FlexAttention's block mask, of the positions from
     `start`; one row of documents serves any batch.
     """
