@@ -31,7 +31,7 @@ trainer.max_steps=99999999999999999999 optimizer.lr=nan optimizer.lr=inf optimiz
 optimizer.weight_decay=-1 optimizer.eps=nan optimizer.betas=0.9 optimizer.betas=[a,b]
 optimizer.betas=[0.9,1.5] optimizer.betas=[0.9] optimizer.momentum=1.5
 optimizer.newton_schulz_steps=1000000 optimizer.base_width=0 optimizer._partial_=false
-scheduler.warmup=-1 scheduler.warmup=2.5 scheduler.warmup=nan
+scheduler.warmup=-1 scheduler.warmup=2.5 scheduler.warmup=nan scheduler.warmup=600
 scheduler.final=-1 checkpoint.every_n_minutes=inf checkpoint.keep_best=-1 checkpoint.keep_last=0
 checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope
 checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true

@@ -174,9 +174,9 @@ def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
         "pipeline",
         "tensor",
     ]
-    assert problem.endswith(f"but under {', '.join(f'strategy={name}' for name in axes)}.")
+    assert problem.endswith(f"it belongs to {', '.join(f'strategy={name}' for name in axes)}.")
     (problem,) = explain(Exception(), ["strategy.stage=1"])
-    assert "but under strategy=deepspeed, " in problem
+    assert "it belongs to strategy=deepspeed, " in problem
 
 
 def test_a_misspelt_key_is_looked_for_without_composing_all_options():

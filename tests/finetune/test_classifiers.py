@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp
         "begin at random, and would stay so. Type task.adapter.train=[classifier,bert.pooler.dense]"
         in found
     )
-    assert "there is no key 'model.classes' here, but under model=example, model=" in said(
+    assert "there is no key 'model.classes' here: it belongs to model=example, model=" in said(
         "bert", "model=huggingface"
     )
     found = train(

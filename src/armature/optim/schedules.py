@@ -114,7 +114,7 @@ def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0)
 def _lengths(total_steps: int, warmup: int | float, decay: int | float = 0) -> tuple[int, int]:
     """Return the steps at which the warm-up ends and the decay begins.
 
-    A run for a look (debug=fast, scripts/prove.py) is shorter than both.
+    A run for a look (debug=fast, scripts/prove.py) may be shorter than both.
     """
     start = _steps("scheduler.warmup", warmup, total_steps)
     end = total_steps - _steps("scheduler.decay", decay, total_steps)

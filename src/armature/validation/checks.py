@@ -133,7 +133,7 @@ def _checked(
             )
         if not any(key.startswith(OF_LAYOUT) for key in wrong):
             problems += layout_problems(cfg)
-        problems += [] if problems else relations.problems(plain(cfg))
+        problems += [] if problems else relations.problems(plain(cfg), overrides)
         lightning_parts.warn_of_unused_groups(cfg)
         problems += lightning_parts.unused_problems(cfg, overrides)
     problems += values.switch_problems(overrides) + _own_problems(cfg)

@@ -1,4 +1,4 @@
-"""Check values against those of other groups: monitored metrics, factories, sizes.
+"""Check values against those of other groups: monitored metrics, factories, sizes, schedules.
 
 A data module says what its samples need of a model in a class attribute: a number, or the name of
 the data's own setting that holds it.
@@ -9,7 +9,7 @@ the data's own setting that holds it.
 import difflib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # of each row of metrics.csv: callbacks may monitor them. Not its `epoch`, which is of an earlier
 # step, and which ModelCheckpoint would write into the names of its files
 OF_STEPS = ("lr", "train/loss", "train/grad_norm")
+OURS = "armature.optim.schedules."
 # callbacks that log nothing to monitor
 SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")
 
@@ -32,7 +33,7 @@ def warn(text: str) -> None:
     log.warning(text)
 
 
-def problems(cfg: dict[str, Any]) -> list[str]:
+def problems(cfg: dict[str, Any], overrides: Sequence[str] = ()) -> list[str]:
     """Return what cannot work together in a resolved configuration whose classes are sound."""
     every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
     if isinstance(every, int) and isinstance(steps, int) and every > steps:
@@ -51,6 +52,7 @@ def problems(cfg: dict[str, Any]) -> list[str]:
         *_monitors(cfg),
         *_factories(cfg),
         *_sizes(cfg),
+        *_schedule(cfg, overrides),
     ]
 
 
@@ -152,3 +154,17 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
     # `features` of another model may be anything
     if problems := size_problems(model, {k: v for k, v in found.items() if ours or k == "classes"}):
         raise ConfigError(problems)
+
+
+def _schedule(cfg: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield typed lengths that are longer than the run. One of a file is named while it trains: a
+    run for a look (debug=fast, scripts/prove.py) is shorter.
+    """
+    node, steps = cfg.get("scheduler") or {}, cfg["trainer"]["max_steps"]
+    typed = {each.partition("=")[0] for each in overrides}
+    for key in ("warmup", "decay") if steps and str(node.get("_target_")).startswith(OURS) else ():
+        if f"scheduler.{key}" in typed and node.get(key, 0) > steps:
+            yield (
+                f"scheduler.{key}={node[key]} is longer than the run's trainer.max_steps={steps}. "
+                "Type a share of the run (below 1.0), or more steps."
+            )
