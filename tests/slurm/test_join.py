@@ -120,6 +120,13 @@ def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
         run_dir.default_name("a")
 
 
+def test_each_command_in_an_interactive_job_is_a_run_of_its_own(step):
+    step(SLURM_JOB_NAME="interactive")
+    assert run_dir.default_name("a") == "41_0"
+    step(SLURM_STEP_NUM_TASKS="1")
+    assert run_dir.default_name("a").startswith("a-")
+
+
 def test_the_first_of_the_tasks_says_what_all_find(step, caplog):
     for procid, said in (("3", False), ("0", True)):
         step(SLURM_PROCID=procid)
