@@ -65,6 +65,10 @@ def test_the_run_gets_what_the_job_has_unless_it_is_typed(end, tmp_path, monkeyp
     assert "train.py launch.grace_seconds=100 trainer.num_nodes=1 trainer.accelerator=gpu " in ran
 
 
+def test_options_of_sbatch_after_the_script_are_named(end):
+    assert "options of sbatch before the script" in end(2, "", "--nodes=2")[1]
+
+
 SAVED = "mkdir -p outputs/run/checkpoints; echo step=000004 >outputs/run/checkpoints/last"
 
 
