@@ -96,11 +96,9 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     if problems:
         refuse(problems)
     try:
-        for line in usage.repeated(arguments.overrides) if environment.rank() == 0 else ():
-            print(line, file=sys.stderr)
-    except ConfigError as error:
-        refuse(error.problems)
-    try:
+        if environment.is_first("RANK", "SLURM_PROCID"):
+            for line in usage.repeated(arguments.overrides):
+                print(line, file=sys.stderr)
         sweep = arguments.multirun and default_config
         if sweep and check is not None and (problems := explain_sweep(typed, check)):
             refuse(problems)
@@ -111,7 +109,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     except CONFIG_ERRORS as error:
         sound = _composed.is_set() and not arguments.multirun
         refuse([plain_text(error)] if sound else explain(error, typed, sweep=arguments.multirun))
-    except ConfigError as error:  # of a search, whose cause says less
+    except ConfigError as error:  # such as that of a search, whose cause says less
         refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(str(error)), file=sys.stderr)
@@ -254,7 +252,12 @@ def _ended_by_itself(task: Task, cfg: DictConfig) -> float | None:
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Turn an unexpected error of a check into one line. Its traceback goes into a file."""
+    """Turn an unexpected error of a check into one line. Its traceback goes into a file.
+
+    Of several ranks, the first says what all of them find.
+    """
+    if not environment.is_first("RANK", "SLURM_PROCID"):
+        logging.disable(logging.WARNING)
     try:
         yield
     except (ConfigError, RunFailed, *CONFIG_ERRORS):
@@ -272,6 +275,8 @@ def checking() -> Iterator[None]:
             f"value that was typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, "
             f"which is in {file.name}."
         ) from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class Refused(SystemExit):

@@ -35,7 +35,7 @@ from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, NotSaved
 from armature.finetune import check as pretrained
 from armature.finetune import folder as folders
-from armature.launcher import environment
+from armature.launcher import environment, slurm
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,15 @@ _new_roots: set[Path] = set()
 def default_name(label: str) -> str:
     """Return the Slurm job's id under Slurm, else `label` and the time at which the run was
     started.
+
+    In an interactive job a command typed again is another run, as outside of Slurm; tasks of one
+    step have no other name in common than the step's.
     """
-    names = (
-        ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-        if os.environ.get("SLURM_ARRAY_JOB_ID")
-        else ("SLURM_JOB_ID",)
-    )
+    names = ["SLURM_JOB_ID"]
+    if os.environ.get("SLURM_ARRAY_JOB_ID"):
+        names = ["SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"]
+    elif os.environ.get("SLURM_JOB_NAME") in ("interactive", "bash"):  # of salloc, srun --pty bash
+        names = ["SLURM_JOB_ID", "SLURM_STEP_ID"] if slurm.tasks() > 1 else []
     ids = {name: os.environ.get(name, "") for name in names}
     if any(ids.values()):
         if wrong := [
@@ -92,7 +95,7 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         _new_roots.add(root)
     named = trial or cfg.run.name
     name = named or default_name(label)
-    if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
+    if not named and "-" in name and not environment.is_joined():
         if cfg.launch.rdzv_endpoint:
             raise ConfigError(
                 f"launch.rdzv_endpoint={cfg.launch.rdzv_endpoint}: all machines need one run "

@@ -22,7 +22,7 @@ def test_a_healthy_run_has_no_failures(cfg):
     cfg = cfg.copy()
     cfg.trainer.max_steps = 100
     cfg.scheduler.warmup = 10 * training.STEPS  # more than an examination has
-    found = examined(cfg, **PATIENT)
+    found = examined(cfg, fault="early_stopping", **PATIENT)
     assert not failures(found)
     said = " ".join(each.what for each in found)
     assert "the weights that ranks share are the same" in said

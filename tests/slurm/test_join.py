@@ -5,7 +5,7 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from armature import run_dir
+from armature import cli, run_dir
 from armature.errors import ConfigError
 from armature.launcher import slurm
 
@@ -90,12 +90,10 @@ ODD = {
         {"SLURM_PROCID": "x"},
         r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID",
     ),
-    "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
     "tasks of a node": (
         {"SLURM_STEP_TASKS_PER_NODE": "many"},
         r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",
     ),
-    "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
 }
 
 
@@ -104,12 +102,6 @@ def test_variables_that_srun_cannot_have_set_are_named(changes, message, step):
     step(**changes)
     with pytest.raises(ConfigError, match=message):
         slurm.join(config(2))
-
-
-def test_a_time_limit_that_is_no_number_is_named(step):
-    step(SLURM_JOB_END_TIME="x")
-    with pytest.raises(ConfigError, match=r"SLURM_JOB_END_TIME=x: must be a number"):
-        slurm.stop_at(5)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +118,21 @@ def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
     step(**ids)
     with pytest.raises(ConfigError, match=message):
         run_dir.default_name("a")
+
+
+def test_each_command_in_an_interactive_job_is_a_run_of_its_own(step):
+    step(SLURM_JOB_NAME="interactive")
+    assert run_dir.default_name("a") == "41_0"
+    step(SLURM_STEP_NUM_TASKS="1")
+    assert run_dir.default_name("a").startswith("a-")
+
+
+def test_the_first_of_the_tasks_says_what_all_find(step, caplog):
+    for procid, said in (("3", False), ("0", True)):
+        step(SLURM_PROCID=procid)
+        with cli.checking():
+            cli.logging.warning("found")
+        assert bool(caplog.messages) == said
 
 
 def test_nodes_with_different_numbers_of_tasks_are_refused(step):
@@ -149,7 +156,6 @@ def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(step, monkeypa
     ("nodes", "first"),
     [
         ("localhost", "localhost"),
-        ("a,b", "a"),
         ("n[07-12,15]", "n07"),
         ("n[3]-ib,m", "n3-ib"),
         ("r[1-2]n[01-4],x", "r1n01"),
@@ -172,13 +178,6 @@ def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
         ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
     ):
         slurm.join(config(2))
-
-
-def test_an_end_in_the_past_is_no_deadline(step, monkeypatch, caplog):
-    step(SLURM_JOB_END_TIME="1000")
-    monkeypatch.delitem(os.environ, "RANK", raising=False)
-    assert slurm.stop_at(5) is None
-    assert "SLURM_JOB_END_TIME: these variables are left from another job" in caplog.text
 
 
 def test_the_batch_script_itself_is_no_step(step):

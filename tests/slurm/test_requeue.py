@@ -20,7 +20,7 @@ def end(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     answers = {
-        "srun": 'eval "$MEANWHILE"; exit "$CODE"',
+        "srun": 'echo "$*" >ran; eval "$MEANWHILE"; exit "$CODE"',
         "scontrol": '[ "$1" = show ] && echo "JobId=7 JobState=RUNNING " || echo "$*" >>requeued',
         "python": 'case " $* " in *" -m "* | *,*) exit 1 ;; esac; '
         'printf "name: $NAME\\nroot: outputs\\n"',
@@ -58,6 +58,17 @@ def end(tmp_path):
     return run
 
 
+def test_the_run_gets_what_the_job_has_unless_it_is_typed(end, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    end(0, "", "trainer.devices=1", "-m")
+    ran = (tmp_path / "ran").read_text()
+    assert "train.py -m trainer.devices=1 trainer.num_nodes=1 trainer.accelerator=gpu " in ran
+
+
+def test_options_of_sbatch_after_the_script_are_named(end):
+    assert "options of sbatch before the script" in end(2, "", "--nodes=2")[1]
+
+
 SAVED = "mkdir -p outputs/run/checkpoints; echo step=000004 >outputs/run/checkpoints/last"
 
 
@@ -85,20 +96,16 @@ def test_a_limit_that_is_too_short_is_told(end):
 
 def test_what_is_stopped_during_its_start_each_time_does_not_come_back_for_ever(end):
     assert [end(143)[0] for _ in range(3)] == [True] * 3
+    assert end(143, SAVED)[0]  # the count begins anew
+    assert [end(143)[0] for _ in range(3)] == [True] * 3
     requeued, told = end(143)
     assert not requeued
     assert "stopped 4 times in a row before the first checkpoint" in told
 
 
-def test_a_checkpoint_between_begins_the_count_anew(end):
-    assert [end(143)[0] for _ in range(3)] == [True] * 3
-    assert end(143, SAVED)[0]
-    assert [end(143)[0] for _ in range(4)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("code", [137, 201])  # 201: one of the tasks failed with 1
-def test_a_failed_run_is_not_requeued(code, end):
-    assert not end(code, SAVED)[0]
+def test_a_failed_run_is_not_requeued(end):
+    for code in (137, 201):  # 201: one of the tasks failed with 1
+        assert not end(code, SAVED)[0]
 
 
 SWEEP = ("-m", "seed=0,1", "run.name=run")

@@ -171,7 +171,7 @@ def test_a_canceled_job_saves_and_stays_canceled(submit):
 
 
 def test_a_rank_that_fails_ends_the_job(submit):
-    job = submit(["--nodes=2"], "strategy=ddp", "+callbacks.fail._target_=slow.Fail")
+    job = submit(["--ntasks=2"], "strategy=ddp", "+callbacks.fail._target_=slow.Fail")
     ended = submit.slurm.wait_for_state(job, "FAILED", "COMPLETED", seconds=90)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0"), (
         submit.log(job)
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_ends_the_job(submit):
 
 def test_a_mistake_is_not_requeued(submit):
     job = submit([], "trainer.num_nodes=2")
-    wrong = submit(["--ntasks-per-node=2"], "trainer.devices=4")
+    wrong = submit(["--ntasks=2"], "trainer.devices=4")
     failed = {
         name: submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60)
         for name in (job, wrong)

@@ -44,6 +44,7 @@ def check(cfg: DictConfig, session: Session) -> None:
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
         callbacks.insert(0, watch)
+        run.task.configure_callbacks = list  # the module's own are left out, too
         with session.limit(
             "the first steps of training", seconds=session.deadlines.steps, group=GROUP
         ):
@@ -52,8 +53,9 @@ def check(cfg: DictConfig, session: Session) -> None:
         free = run_directory.free_bytes(cfg)
         if session.rank == 0 and free is not None:
             strategy = StrategyMixin.of(run.trainer)
-            trained, frozen = strategy.trained_count, strategy.frozen_bytes
-            room = run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen)
+            room = run_directory.room(
+                cfg, free=free, trained=strategy.trained_count, frozen_bytes=strategy.frozen_bytes
+            )
             session.add(room)
 
 

@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from armature.errors import ConfigError
 from armature.launcher import environment
 
-JOB = "Slurm job "
 log = logging.getLogger(__name__)
 _OF_STEP = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
@@ -79,12 +78,6 @@ def join(cfg: DictConfig) -> None:
 def tasks() -> int:
     """Return how many tasks `srun` started; 1 outside of a step."""
     return environment.number("SLURM_STEP_NUM_TASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
-
-
-def job() -> tuple[str, int]:
-    """Return the job's name for messages, empty without one, and how often it has been requeued."""
-    number = os.environ.get("SLURM_JOB_ID")
-    return (f"{JOB}{number}", environment.number("SLURM_RESTART_COUNT", 0)) if number else ("", 0)
 
 
 def stop_at(minutes: float | None) -> float | None:

@@ -141,8 +141,7 @@ def _checked(
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(problems)
-    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-    if chosen is not None and prepare and first:
+    if chosen is not None and prepare:
         log.info(chosen)
     return cfg
 
