@@ -14,6 +14,7 @@ import armature
 from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.parallel import apply, gradients, sharded
+from armature.parallel.whole_weights import whole
 from tests.parallel.building import options
 from tests.support.parity.harness import on_ranks
 
@@ -64,8 +65,7 @@ def changed() -> list[list[float]]:
         with gradients.split_groups(optimizer):
             optimizer.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [4, 0]
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return [numbers, *(weight.detach().flatten().tolist() for weight in whole)]
+    return [numbers, *(whole(p).detach().flatten().tolist() for p in model.parameters())]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from armature.errors import ConfigError, place_of_call
 from armature.parallel import units
 from armature.parallel.gradients import local_part
+from armature.parallel.whole_weights import whole
 
 MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of both
 
@@ -68,19 +69,17 @@ def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def number(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
         found = method(self, *args, **kwargs)
-        return found.full_tensor() if isinstance(found, DTensor) and found.ndim == 0 else found
+        return found if found.ndim else whole(found)
 
     return number
 
 
 def _norms(op: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-    each = [torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in each]
+    return [whole(torch.linalg.vector_norm(each, *args[1:], **kwargs)) for each in args[0]]
 
 
 def _multiply(op: Any, args: tuple[list[Tensor], Tensor], kwargs: Any) -> None:
-    factor = args[1].full_tensor() if isinstance(args[1], DTensor) else args[1]
-    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], factor)
+    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], whole(args[1]))
 
 
 _torchs = DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor
@@ -90,8 +89,7 @@ def _replicate(op: Any, tensor: Tensor, mesh: DeviceMesh) -> Any:
     """Let a plain number stand beside sharded weights where no gradient is computed, as in an
     average: there it is the same on all ranks.
     """
-    over_data = units.crosses_data(mesh)
-    if over_data and (tensor.ndim or torch.is_grad_enabled()):
+    if units.crosses_data(mesh) and (tensor.ndim or torch.is_grad_enabled()):
         raise RuntimeError(f"{op}: got {MIXED}.")
     return _torchs(op, tensor, mesh)
 
