@@ -47,6 +47,8 @@ def part(x: torch.Tensor) -> torch.Tensor:
 def changed() -> list[list[float]]:
     """Return the weights after changes that a shard cannot make, and gradients through a layer."""
     model = stack()
+    torch.manual_seed(2)
+    nn.init.normal_(model[0].weight)
     with armature.whole_weights(model):
         first, last = model[0].weight, model[2].weight
         first.data[0, 0] = 2
