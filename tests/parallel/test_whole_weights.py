@@ -60,7 +60,8 @@ def changed() -> list[list[float]]:
     apart = model[2](model[0](part(x))) @ model[2].weight  # a layer, and a weight that is whole
     apart.square().mean().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    numbers = [float(norm), float(model[0].weight.norm()), model[0].weight.abs().max().item()]
+    columns = model[0].weight.norm(dim=0).sum()
+    numbers = [*map(float, (norm, columns, model[0].weight.norm(), model[0].weight.abs().max()))]
     for foreach in (False, True):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=foreach)
         optimizer.add_param_group({"params": [], "lr": 0.5})

@@ -72,7 +72,9 @@ def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def number(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = method(self, *args, **kwargs)
+        # torch would add up norms of parts
+        summed = whole(self) if any(p.is_partial() for p in self.placements) else self
+        found = method(summed, *args, **kwargs)
         return found if found.ndim else whole(found)
 
     return number
