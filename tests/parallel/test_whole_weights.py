@@ -59,6 +59,8 @@ def changed() -> list[list[float]]:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     apart = model[2](model[0](part(x))) @ model[2].weight  # a layer, and a weight that is whole
     apart.square().mean().backward()
+    with armature.whole_weights(model):
+        model[0].weight.grad[2:4].zero_()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     columns = model[0].weight.norm(dim=0).sum()
     numbers = [*map(float, (norm, columns, model[0].weight.norm(), model[0].weight.abs().max()))]

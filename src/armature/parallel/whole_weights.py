@@ -31,6 +31,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     for part, name, param in held:
         if param not in ordinary:
             full = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
+            full.grad = whole(param.grad)
             ordinary[param] = full
         part._parameters[name] = ordinary[param]
     try:
@@ -41,6 +42,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
                 part._parameters[name] = param  # pyright: ignore[reportArgumentType]
             for param, full in ordinary.items():
                 param.copy_(sharded_like(param, full.detach()))
+                param.grad = sharded_like(param, full.grad)
 
 
 def whole(value: Any) -> Any:
