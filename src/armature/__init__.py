@@ -45,7 +45,8 @@ def load(path: str | Path, **options: Any) -> L.LightningModule:
 
 
 def whole_weights(module: torch.nn.Module) -> AbstractContextManager[None]:
-    """Within `with armature.whole_weights(self.net):` the weights are ordinary, whole tensors.
+    """Within `with armature.whole_weights(self.net):` the weights and their gradients are
+    ordinary, whole tensors.
 
     What is changed is written back; all ranks must make the same change. All ranks must enter it;
     rank 0 alone may write files inside. No module inside may be called there: its forward would

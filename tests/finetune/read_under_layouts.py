@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import huggingface
 from armature.finetune import architecture, folder
 from armature.parallel import initialization
+from armature.parallel.whole_weights import whole
 from tests.finetune.reference import FAMILIES, ids
 from tests.parallel.building import decoder_on_meta, parallelize
 
@@ -31,8 +31,7 @@ def logits_of(path: Path, axes: dict[str, int]) -> torch.Tensor:
         initialization.materialize(model, device=torch.device("cpu"))
     huggingface.read(model, names)
     with torch.no_grad():
-        found = model.eval()(ids())
-    return found.full_tensor() if isinstance(found, DTensor) else found
+        return whole(model.eval()(ids()))
 
 
 def main() -> None:

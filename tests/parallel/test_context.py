@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check, randomness
+from armature.parallel.whole_weights import whole
 from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.context import LAYOUTS
 from tests.support.parity.harness import (
@@ -97,8 +97,7 @@ def called(kind: str, context: int) -> tuple[float, dict[str, Any]]:
         value = model(inputs, targets, documents=document_BT)
     value.backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    return value.item(), {name: g.numpy() for name, g in whole.items()}
+    return value.item(), {name: whole(grad).numpy() for name, grad in grads.items()}
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import armature
 from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.parallel import apply, gradients, sharded
+from armature.parallel.whole_weights import whole
 from tests.parallel.building import options
 from tests.support.parity.harness import on_ranks
 
@@ -46,6 +47,8 @@ def part(x: torch.Tensor) -> torch.Tensor:
 def changed() -> list[list[float]]:
     """Return the weights after changes that a shard cannot make, and gradients through a layer."""
     model = stack()
+    torch.manual_seed(2)
+    nn.init.normal_(model[0].weight)
     with armature.whole_weights(model):
         first, last = model[0].weight, model[2].weight
         first.data[0, 0] = 2
@@ -56,16 +59,18 @@ def changed() -> list[list[float]]:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     apart = model[2](model[0](part(x))) @ model[2].weight  # a layer, and a weight that is whole
     apart.square().mean().backward()
+    with armature.whole_weights(model):
+        model[0].weight.grad[2:4].zero_()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    numbers = [float(norm), float(model[0].weight.norm()), model[0].weight.abs().max().item()]
+    columns = model[0].weight.norm(dim=0).sum()
+    numbers = [*map(float, (norm, columns, model[0].weight.norm(), model[0].weight.abs().max()))]
     for foreach in (False, True):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=foreach)
         optimizer.add_param_group({"params": [], "lr": 0.5})
         with gradients.split_groups(optimizer):
             optimizer.step()
         assert [len(group["params"]) for group in optimizer.param_groups] == [4, 0]
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return [numbers, *(weight.detach().flatten().tolist() for weight in whole)]
+    return [numbers, *(whole(p).detach().flatten().tolist() for p in model.parameters())]
 
 
 @pytest.mark.slow

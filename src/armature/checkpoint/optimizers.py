@@ -25,7 +25,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
@@ -111,7 +110,7 @@ def key_of(name: str) -> Any:
 def _entry(value: Any, place: str) -> Any:
     if isinstance(value, Tensor):
         return value
-    whole = tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+    whole = tree_map(whole_weights.whole, value)
     made = plain.require_plain(whole, place)
     if tree_structure(plain.restored(made)) != tree_structure(whole):  # of a namedtuple
         raise ConfigError(plain.problem(place, plain.type_name(value)))

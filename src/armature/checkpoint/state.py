@@ -16,7 +16,6 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import directory, plain, resume, storage
 from armature.errors import ConfigError
@@ -70,8 +69,7 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
     found: dict[str, Any] = {}
     # one after another: rank 0 gets room for as many as there are ranks
     for name, holder in holders.items():
-        value = own.get(name)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = whole_weights.whole(own.get(name))
         if holder == process_group.rank() and isinstance(value, Tensor):
             value = value.detach().to("cpu", copy=True)
         if holder:

@@ -110,10 +110,8 @@ class Lora:
         past = {name for name in linears if name.rpartition(".")[2] in read_directly}
         targets = self._chosen(model, linears, past)
         extra = self._trained(model)
-        tied = [
-            name for name, param in model.named_parameters(remove_duplicate=False) if name in extra
-        ]
-        times = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        named = [*model.named_parameters(remove_duplicate=False)]
+        times = Counter(id(param) for _, param in named)
         if odd := [
             name
             for name in targets
@@ -128,8 +126,9 @@ class Lora:
             inside = {name: linears[name] for name in _inside(linears) if name not in past}
             linears |= self._in_4_bits(inside, extra)
         model.requires_grad_(False)
-        for name in tied:
-            model.get_parameter(name).requires_grad_(True)
+        for name, param in named:
+            if name in extra:
+                param.requires_grad_(True)
         for name in targets:
             kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else LoraLinear
             linears[name] = kind(
@@ -150,12 +149,13 @@ class Lora:
             if not (chosen := [name for name in _inside(linears) if name not in past]):
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
             if not _is_repeated(chosen[0]) and (kind := _kind_in_blocks(model)):
+                own = dict(model.named_parameters())  # without a head's that is tied
+                outside = ", ".join(name for name in chosen if f"{name}.weight" in own)
+                another = f", or name one of those outside in task.adapter.targets: {outside}"
                 raise ConfigError(
                     "task.adapter.targets=null: adapters are for every torch.nn.Linear inside the "
-                    "model's blocks, and "
-                    f"these have none: their matrices are of {kind}. Train the whole model, or "
-                    "name one of those "
-                    f"outside in task.adapter.targets: {', '.join(chosen)}."
+                    f"model's blocks, and these have none: their matrices are of {kind}. Train the "
+                    f"whole model{another * bool(outside)}."
                 )
             return chosen
         if missing := [

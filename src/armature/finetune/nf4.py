@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from armature.errors import error_line
 from armature.models.autocast import to_compute_dtype
+from armature.parallel.gradients import local_part
 
 log = logging.getLogger(__name__)
 PARTS = ("codes", "scales", "row")
@@ -167,7 +168,7 @@ class Nf4Linear(nn.Linear):
         values into.
         """
         codes: Any = self.codes.detach()
-        local = codes.to_local() if hasattr(codes, "to_local") else codes
+        local = local_part(codes)
         weight = torch.empty(local.shape[0], local.shape[1] * 2, device=local.device)
         return weight if local is codes else _sharded_as(codes, weight)
 
@@ -184,8 +185,7 @@ class Nf4Linear(nn.Linear):
             largest = largest.redistribute(row.device_mesh, row.placements).to_local()
             values = values.to_local()
         for name, value in zip(PARTS, quantize(values, largest=largest), strict=True):
-            part: Any = getattr(self, name)
-            (part.to_local() if hasattr(part, "to_local") else part).copy_(value)
+            local_part(getattr(self, name)).copy_(value)
 
 
 class _Product(torch.autograd.Function):

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from armature.parallel.whole_weights import sharded_like, whole
+
 Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
 # What a rank holds at once besides its weights: all results, or its shards and its share of the
 # work
@@ -48,11 +50,11 @@ class DistributedMatrices:
             else:
                 key = group.group_name, dim is None, matrix.device
                 together.setdefault(key, (group, dim is None, []))[2].append(i)
-        for group, whole, indices in together.values():
+        for group, unsharded, indices in together.values():
             # of sharded matrices, each rank has work in each round
             room, least = (
                 (MAX_ROUND_ELEMENTS, 1)
-                if whole
+                if unsharded
                 else (MAX_SHARD_ELEMENTS * group.size(), group.size())
             )
             current, used = [], 0
@@ -100,12 +102,9 @@ class DistributedMatrices:
 
 
 def _replicated(matrix: Tensor, function: Function) -> Tensor:
-    if not isinstance(matrix, DTensor):
-        return function(matrix)
-    if matrix.ndim == 3:
+    if isinstance(matrix, DTensor) and matrix.ndim == 3:
         return _stacked(matrix, function)
-    result = DTensor.from_local(function(matrix.full_tensor()), matrix.device_mesh, run_check=False)
-    return result.redistribute(placements=matrix.placements).to(matrix.device)
+    return sharded_like(matrix, function(whole(matrix))).to(matrix.device)
 
 
 def _stacked(stack: DTensor, function: Function) -> DTensor:
@@ -113,13 +112,12 @@ def _stacked(stack: DTensor, function: Function) -> DTensor:
 
     Only axes that cut matrices are gathered.
     """
-    cut = [isinstance(p, Shard) and p.dim > 0 for p in stack.placements]
     placements = [
-        Replicate() if is_cut else p for is_cut, p in zip(cut, stack.placements, strict=True)
+        Replicate() if isinstance(p, Shard) and p.dim > 0 else p for p in stack.placements
     ]
-    whole = stack.redistribute(placements=placements) if any(cut) else stack
-    result = _sharded_like(whole, function(whole.to_local()))
-    return result.redistribute(placements=stack.placements) if any(cut) else result
+    uncut = stack.redistribute(placements=placements)
+    result = _sharded_like(uncut, function(uncut.to_local()))
+    return result.redistribute(placements=stack.placements)
 
 
 def _shares(matrices: Sequence[Tensor], *, ranks: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from armature.errors import ConfigError, place_of_call
 from armature.parallel import units
 from armature.parallel.gradients import local_part
+from armature.parallel.whole_weights import sharded_like, whole
 
 MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of both
 
@@ -27,7 +28,8 @@ def guard() -> None:
     """Change what DTensor does in silence.
 
     `p.data = x` would change nothing. `float(p.norm())` would read this rank's part, and a penalty
-    such as `p.square().sum()` could not be added to a loss. A plain tensor
+    such as `p.square().sum()` could not be added to a loss. `p.normal_()` would fill all parts with
+    the same numbers on CPUs, and on GPUs with others than in one process. A plain tensor
     of one element beside a sharded one would count as the same on all ranks. `torch.save` would
     write this rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
     """
@@ -40,6 +42,9 @@ def guard() -> None:
     handlers[aten._local_scalar_dense.default] = _read
     handlers[aten._foreach_norm.Scalar] = _norms
     handlers[aten._foreach_mul_.Tensor] = _multiply
+    for draw in (aten.normal_, aten.uniform_, aten.randn_like, aten.rand_like):
+        handlers[draw.default] = _draw
+    handlers[aten.bernoulli_.float] = _draw
     dispatcher._try_replicate_spec_for_scalar_tensor = _replicate  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -67,20 +72,28 @@ def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def number(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = method(self, *args, **kwargs)
-        return found.full_tensor() if isinstance(found, DTensor) and found.ndim == 0 else found
+        # torch would add up norms of parts
+        summed = whole(self) if any(p.is_partial() for p in self.placements) else self
+        found = method(summed, *args, **kwargs)
+        return found if found.ndim else whole(found)
 
     return number
 
 
 def _norms(op: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-    each = [torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in each]
+    return [whole(torch.linalg.vector_norm(each, *args[1:], **kwargs)) for each in args[0]]
 
 
 def _multiply(op: Any, args: tuple[list[Tensor], Tensor], kwargs: Any) -> None:
-    factor = args[1].full_tensor() if isinstance(args[1], DTensor) else args[1]
-    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], factor)
+    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], whole(args[1]))
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    """Draw the whole tensor, as one process does, and keep this rank's part."""
+    target, *others = args
+    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    part = sharded_like(target, op(full, *others, **kwargs))
+    return part if "_like" in str(op) else target.copy_(part)
 
 
 _torchs = DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor
@@ -90,8 +103,7 @@ def _replicate(op: Any, tensor: Tensor, mesh: DeviceMesh) -> Any:
     """Let a plain number stand beside sharded weights where no gradient is computed, as in an
     average: there it is the same on all ranks.
     """
-    over_data = units.crosses_data(mesh)
-    if over_data and (tensor.ndim or torch.is_grad_enabled()):
+    if units.crosses_data(mesh) and (tensor.ndim or torch.is_grad_enabled()):
         raise RuntimeError(f"{op}: got {MIXED}.")
     return _torchs(op, tensor, mesh)
 

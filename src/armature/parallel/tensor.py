@@ -29,6 +29,7 @@ from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
 from armature.parallel import randomness
 from armature.parallel.functional import Ranks
+from armature.parallel.whole_weights import whole
 
 POSITIONS, FEATURES = 1, -1  # dims of activations
 _COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
@@ -120,7 +121,7 @@ class _Parts(torch.autograd.Function):
             lengths = [each.numel() for each in summands]
             for i, grad in zip(places, total.split(lengths), strict=True):
                 found[i] = grad.view_as(found[i])
-        whole = [
+        gathered = [
             grad
             if grad is None
             else DTensor.from_local(
@@ -128,7 +129,7 @@ class _Parts(torch.autograd.Function):
             )
             for weight, grad, (shape, stride) in zip(local.weights, found, ctx.shapes, strict=True)
         ]
-        return None, *whole
+        return None, *gathered
 
 
 def _weight(owner: nn.Module, name: str, style: str | None, *, sequence_parallel: bool) -> Weight:
@@ -361,8 +362,7 @@ class ShardedLoss:
     mesh: DeviceMesh
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        value = self.unsharded(self.as_dtensor(outputs), targets)
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return whole(self.unsharded(self.as_dtensor(outputs), targets))
 
     def as_dtensor(self, outputs: Tensor) -> DTensor:
         return DTensor.from_local(outputs, self.mesh, [Shard(-1)], run_check=False)

@@ -27,20 +27,27 @@ def gathered(module: nn.Module) -> Iterator[None]:
         for name, param in part._parameters.items()
         if isinstance(param, DTensor)
     ]
-    whole: dict[DTensor, nn.Parameter] = {}  # tied ones stay tied
+    ordinary: dict[DTensor, nn.Parameter] = {}  # tied ones stay tied
     for part, name, param in held:
-        if param not in whole:
-            full = param.detach().full_tensor().clone()  # pyright: ignore[reportAttributeAccessIssue]
-            whole[param] = nn.Parameter(full, requires_grad=param.requires_grad)
-        part._parameters[name] = whole[param]
+        if param not in ordinary:
+            full = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
+            full.grad = whole(param.grad)
+            ordinary[param] = full
+        part._parameters[name] = ordinary[param]
     try:
         yield
     finally:
         with torch.no_grad():
             for part, name, param in held:
                 part._parameters[name] = param  # pyright: ignore[reportArgumentType]
-            for param, full in whole.items():
+            for param, full in ordinary.items():
                 param.copy_(sharded_like(param, full.detach()))
+                param.grad = sharded_like(param, full.grad)
+
+
+def whole(value: Any) -> Any:
+    """Return the whole of a tensor, gathered by all ranks, or another value itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def sharded_like(target: Any, value: Any) -> Any:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
@@ -30,6 +29,7 @@ from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.targets import TargetWeights
+from armature.parallel.whole_weights import whole
 from armature.strategies import metric_objects
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
@@ -296,28 +296,19 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     def explain(self, exception: BaseException) -> None:
         """Say in an error of torch's what to type, if that is known."""
-        remedy = self.remedy(exception)
-        if remedy is not None and not isinstance(exception, ConfigError):
-            exception.args = (remedy,)
-
-    def remedy(self, exception: BaseException) -> str | None:
-        """Return what to type after an error of torch's, with its message, or None if that is not
-        known or in it.
-        """
         message = str(exception)
-        found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
-        return (
-            None
-            if found is None or message.startswith(found)
-            else f"{found} torch reports: {message}"
-        )
+        for words, remedy in self.remedies.items():
+            if words in message and not isinstance(exception, ConfigError):
+                told = message.startswith(remedy)
+                exception.args = (message if told else f"{remedy} torch reports: {message}",)
+                return
 
     local = staticmethod(gradients.local_part)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         # as a penalty on sharded weights
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = whole(tensor)
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its
         # samples that way
@@ -347,7 +338,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = whole(tensor)
         gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
         copies = self.data_size < self.world_size and group in (None, dist.group.WORLD)
         return gathered[self.sample_ranks] if copies else gathered

@@ -35,22 +35,23 @@ from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
 
-WHOLE = "within `with armature.whole_weights(self):` weights are ordinary tensors"
+WHOLE = "within `with armature.whole_weights(self):` weights and gradients are ordinary tensors"
 FEWER = (
     "type a larger strategy.min_num_params, below which weights stay whole on every rank, or "
     "strategy=ddp."
+)
+UNKNOWN = (
+    f"torch cannot compute this with sharded weights or gradients. In a hook, {WHOLE}. If an "
+    f"optimizer's step failed, leave its fused=True out, or take another one; or {FEWER}"
 )
 # what to type after errors of torch's about sharded weights, by words of its message
 REMEDIES = {
     sharded.MIXED:
         "A sharded weight was used outside of the forward of its block or large layer. Call that "
-        f"module; or read and change the weight in a hook: {WHOLE}. For a loss, {FEWER}",
-    "Sharding propagation failed":
-        f"torch cannot compute this with sharded weights or gradients. In a hook, {WHOLE}. If an "
-        f"optimizer's step failed, take another one; or {FEWER}",
-    "does not have a sharding strategy registered":
-        "torch has no such operation for sharded weights. If an optimizer's step failed, leave its "
-        f"fused=True out, or take another one; or {FEWER}",
+        "module. Outside of a loss numbers may stand beside it under torch.no_grad(), and "
+        f"{WHOLE}. For a loss, {FEWER}",
+    "Sharding propagation failed": UNKNOWN,
+    "does not have a sharding strategy registered": UNKNOWN,
     "as_strided not supported with DTensor":
         "torch cannot reach these elements of a sharded weight (fill_diagonal_ and the like). In a "
         f"hook, {WHOLE}; or {FEWER}",

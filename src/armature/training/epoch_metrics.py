@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min
 from typing_extensions import override
+
+from armature.parallel.whole_weights import whole
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,7 @@ class Results(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        super().update_metrics(  # pyright: ignore[reportAttributeAccessIssue]
-            key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size
-        )
+        super().update_metrics(key, whole(value), batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -584,11 +584,16 @@ def _of_tensor(r: Run) -> Iterator[str]:
     for name in r.plan.divided:
         value = r.model.get(name)
         if isinstance(value, int) and value % r.tensor:
-            fits = [n for n in range(1, r.layout.world_size + 1) if value % n == 0 and n <= value]
+            fits = (n for n in range(1, r.layout.world_size + 1) if not value % n)
             nearest = min(fits, key=lambda n: abs(n - r.tensor))
+            other = (
+                "strategy=fsdp"
+                if r["model.pretrained"]
+                else f"model.{name}={_next(value, r.tensor)}"
+            )
             yield (
                 f"strategy.tensor={r.tensor} does not divide model.{name}={value}. Type "
-                f"strategy.tensor={nearest}, or model.{name}={_next(value, r.tensor)}."
+                f"strategy.tensor={nearest}, or {other}."
             )
     padded = ["multiple"] if r.attribute("data", "gives") == "pairs" else []
     for key, length in _lengths(r, "context", *padded) if r.shards_sequence else ():

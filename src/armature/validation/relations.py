@@ -157,13 +157,15 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
 
 
 def _schedule(cfg: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
-    """Yield typed lengths that are longer than the run. One of a file is named while it trains: a
-    run for a look (debug=fast, scripts/prove.py) is shorter.
+    """Yield lengths of our schedules that are longer than the run.
+
+    Not where a shorter run was typed, for a look: that is named while it trains.
     """
     node, steps = cfg.get("scheduler") or {}, cfg["trainer"]["max_steps"]
     typed = {each.partition("=")[0] for each in overrides}
     for key in ("warmup", "decay") if steps and str(node.get("_target_")).startswith(OURS) else ():
-        if f"scheduler.{key}" in typed and node.get(key, 0) > steps:
+        looks = f"scheduler.{key}" not in typed and typed & {"debug", "trainer.max_steps"}
+        if not looks and node.get(key, 0) > steps:
             yield (
                 f"scheduler.{key}={node[key]} is longer than the run's trainer.max_steps={steps}. "
                 "Type a share of the run (below 1.0), or more steps."

@@ -447,18 +447,16 @@ def _bytes(strategy: Any) -> int:
 def _whole(module: Any, strategy: Any) -> dict[str, Any]:
     """Return the unsharded weights, gathered from all ranks by name."""
     from armature.parallel.process_group import all_gather_object
+    from armature.parallel.whole_weights import whole
 
     if hasattr(strategy, "deepspeed_engine"):
         strategy.base = None  # else what checkpoints leave out is missing
         own = strategy.lightning_module_state_dict()
     else:
-        own = {
-            name: v.full_tensor() if hasattr(v, "full_tensor") else v
-            for name, v in module.state_dict().items()
-        }
+        own = module.state_dict()
     merged: dict[str, Any] = {}
     for part in all_gather_object(
-        {name: value.detach().cpu().clone() for name, value in own.items()}
+        {name: whole(value).detach().cpu().clone() for name, value in own.items()}
     ):
         merged |= part
     return {name: value.float().numpy() for name, value in merged.items()}
