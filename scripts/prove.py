@@ -199,7 +199,7 @@ class Proof:
             logging.disable(logging.WARNING if self._checked else logging.NOTSET)
             try:  # each layout would say what the first check has said
                 cfg = cli.compose([*self.experiment, *self.decided, *overrides])
-                self._checked[overrides] = check(cfg, prepare=False)
+                self._checked[overrides] = check(cfg, prepare=False, overrides=self.decided)
             finally:
                 logging.disable(logging.NOTSET)
         return self._checked[overrides]
@@ -497,7 +497,7 @@ class Against:
         self.runs = Runs(root, [*self.command, *typed, *decided, "launch.max_restarts=0"])
         folder = [word for word in typed if word.startswith("hydra.searchpath")]
         self.recorded = Runs(root, [*folder, *recorded, *decided, "launch.max_restarts=0"])
-        check(cli.compose(self.runs.base), prepare=False)
+        check(cli.compose(self.runs.base), prepare=False, overrides=self.runs.base)
 
     def prove(self) -> bool:
         """Make the run, print the table, and return whether both agree."""
