@@ -295,22 +295,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         exception.args = args  # Lightning's own remedies name its own strategies
 
     def explain(self, exception: BaseException) -> None:
-        """Say in an error of torch's what to type, if that is known."""
-        remedy = self.remedy(exception)
-        if remedy is not None and not isinstance(exception, ConfigError):
-            exception.args = (remedy,)
-
-    def remedy(self, exception: BaseException) -> str | None:
-        """Return what to type after an error of torch's, with its message, or None if that is not
-        known or in it.
-        """
+        """Say in an error of torch's what to type, if that is known and not in it."""
         message = str(exception)
         found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
-        return (
-            None
-            if found is None or message.startswith(found)
-            else f"{found} torch reports: {message}"
-        )
+        if found and not message.startswith(found) and not isinstance(exception, ConfigError):
+            exception.args = (f"{found} torch reports: {message}",)
 
     local = staticmethod(gradients.local_part)
 
@@ -349,6 +338,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if gathered.requires_grad:
+            # torch receives the parts of a transposed gradient as if their rows were contiguous
+            gathered.register_hook(Tensor.contiguous)
         copies = self.data_size < self.world_size and group in (None, dist.group.WORLD)
         return gathered[self.sample_ranks] if copies else gathered
 
