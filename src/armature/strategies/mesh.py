@@ -40,6 +40,10 @@ FEWER = (
     "type a larger strategy.min_num_params, below which weights stay whole on every rank, or "
     "strategy=ddp."
 )
+FREED = (
+    "A gradient of a gradient (create_graph=True), or a block that returns an object of your own "
+    f"class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}"
+)
 # what to type after errors of torch's about sharded weights, by words of its message
 REMEDIES = {
     sharded.MIXED:
@@ -66,9 +70,8 @@ REMEDIES = {
         "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a "
         "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
         f"armature.load; or {FEWER}",
-    "storage of size 0":
-        "A gradient of a gradient (create_graph=True), or a block that returns an object of your "
-        f"own class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}",
+    "storage of size 0": FREED,
+    "its data is not allocated yet": FREED,  # from other operators
     "can only be applied to a module once":
         "Children of the LightningModule share a module. Put them into one module, which calls "
         f"them; or {FEWER}",
