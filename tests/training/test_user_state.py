@@ -182,12 +182,13 @@ def test_what_cannot_be_put_back_is_named_once(caplog, keep, name):
     assert f"A resume does not put back: module.{name}." in record.getMessage()
 
 
-def test_a_rank_keeps_what_differs_from_the_others(monkeypatch):
+def test_a_rank_keeps_what_differs_from_the_others(monkeypatch, caplog):
     first, second = {"module.seen": user_state._Kept(1, False)}, {}
     assert user_state.of_ranks([first, first]) == [first]
     saved = user_state.of_ranks([first, second])
+    monkeypatch.setattr(user_state.process_group, "ranks", lambda: 4)
+    assert user_state.of_rank(saved) == first
+    assert "module.seen" in caplog.text
     monkeypatch.setattr(user_state.process_group, "ranks", lambda: 2)
     monkeypatch.setattr(user_state.process_group, "rank", lambda: 1)
     assert user_state.of_rank(saved) == second
-    monkeypatch.setattr(user_state.process_group, "ranks", lambda: 4)
-    assert user_state.of_rank(saved) == first

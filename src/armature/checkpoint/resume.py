@@ -84,7 +84,7 @@ def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of
     `candidates`.
     """
-    if directory.is_file(path) or directory.is_checkpoint(path):
+    if directory.is_file(path) or (path / directory.META).exists():
         return [path]
     return candidates(folder(path, cfg))
 

@@ -188,11 +188,6 @@ def main_port() -> int:
     return number("MASTER_PORT", 29500)
 
 
-def set_rank(**variables: str) -> None:
-    """Make this process a rank, by the variables that a launcher sets."""
-    os.environ.update(variables)
-
-
 def is_under_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 

@@ -107,9 +107,12 @@ def of_ranks(changed: Sequence[dict[str, _Kept]]) -> list[dict[str, _Kept]]:
 
 def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
     """Return what this rank puts back: rank 0's, if a run has another number of ranks now."""
-    if not saved:
-        return {}
-    return saved[process_group.rank() if len(saved) == process_group.ranks() else 0]
+    if len(saved) == process_group.ranks():
+        return saved[process_group.rank()]
+    own = [path for path in saved[0] if len({digest(each.get(path)) for each in saved}) > 1]
+    if own and process_group.rank() == 0:
+        log.warning("%d ranks had values of their own, all get rank 0's: %s.", len(saved), own)
+    return saved[0]
 
 
 def generators(trainer: L.Trainer) -> dict[str, str]:
