@@ -196,13 +196,6 @@ def is_restarted() -> bool:
     return any(number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
-def types_again() -> bool:
-    """Return whether a machine has typed the command of this start again: a restart of ranks, or
-    Slurm's requeue.
-    """
-    return is_restarted() or number("SLURM_RESTART_COUNT", 0) > 0
-
-
 def prepare_collectives() -> None:
     """Let torch remember this process's last collectives, for the report about a hang, and gloo
     connect only ranks that communicate: each to each other are N² addresses in the store.

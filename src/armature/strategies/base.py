@@ -176,6 +176,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
         self._name_imported(models)
         self._count()
+        for part in self.module.modules():
+            is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            if is_sparse and part.weight.requires_grad:
+                # torch lets sparse gradients share memory, and averages each in place
+                part.weight.register_hook(Tensor.clone)  # pyright: ignore[reportCallIssue]
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true
         # fp32 would round

@@ -275,8 +275,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         ):
             raise ConfigError(
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
-                "experts. Type "
-                "strategy.expert=1."
+                "experts. Type strategy.expert=1."
             )
         if self.sync_batchnorm and self.data_size > 1:
             batchnorm.synchronize(module, group=mesh.data_group(self.device_mesh))

@@ -111,7 +111,7 @@ def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
         return saved[process_group.rank()]
     own = [path for path in saved[0] if len({digest(each.get(path)) for each in saved}) > 1]
     if own and process_group.rank() == 0:
-        log.warning("%d ranks had values of their own, all get rank 0's: %s.", len(saved), own)
+        log.warning("Each rank had its own value, and all get rank 0's: %s", own)
     return saved[0]
 
 
