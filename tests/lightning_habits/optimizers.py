@@ -212,10 +212,8 @@ class Sparse(Regressor):
         sparse.step()
 
     def configure_optimizers(self):
-        return self.sgd(), torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.01)
-
-    def sgd(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05)
+        sgd = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        return sgd, torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.01)
 
 
 HABITS = [

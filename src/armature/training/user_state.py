@@ -258,7 +258,7 @@ class _Items(MutableMapping[str, Any]):
         return self._held[self._places[name]]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._places and self[name] is not value:
+        if name in self._places and not isinstance(self._held, tuple):
             self._held[self._places[name]] = value
 
     def __delitem__(self, name: str) -> None:
