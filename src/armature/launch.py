@@ -107,14 +107,10 @@ def join(cfg: DictConfig) -> bool:
         local = max(1, environment.local_world_size())
         problems.append(
             f"{asked} asks for {devices * nodes} processes, but the launcher started {started}. "
-            f"Type trainer.devices={local} trainer.num_nodes={max(1, started // local)}. "
-            f"{left_over}"
+            f"Type trainer.devices={local} trainer.num_nodes={started // local or 1}. {left_over}"
         )
     elif started > 1 and environment.meets_nowhere():
-        problems.append(
-            f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. "
-            f"{left_over}"
-        )
+        problems.append(f"WORLD_SIZE={started} without MASTER_ADDR: ranks cannot meet. {left_over}")
     if devices * nodes > 1:
         problems += environment.unknown_interfaces(gpus=cfg.trainer.accelerator == "gpu")
     if problems:

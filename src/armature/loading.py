@@ -343,7 +343,7 @@ class WithWeights(SingleDeviceStrategy):
 def _put_back(task: L.LightningModule, saved: Mapping[str, Any], callbacks: Any = ()) -> None:
     """Set the plain attributes of the task and of callbacks that training has changed."""
     own = (saved.get("callbacks") or {}).get(RestoreProgress().state_key) or {}
-    found = user_state.of_rank(own.get("attributes") or ())
+    found = (own.get("attributes") or [{}])[0]
     owner: Any = SimpleNamespace(
         lightning_module=task, datamodule=None, callbacks=callbacks, optimizers=[],
         lr_scheduler_configs=[], strategy=SimpleNamespace(root_device=task.device),

@@ -196,10 +196,11 @@ class Sparse(Regressor):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.table = nn.Embedding(10, 8, sparse=True)
+        # their gradients share memory
+        self.tables = nn.ModuleList([nn.Embedding(10, 8, sparse=True) for _ in range(2)])
 
     def forward(self, x):
-        return self.net(x + self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
+        return self.net(x + sum(table((x[:, 0] > 0).long()) for table in self.tables))
 
     def training_step(self, batch, batch_idx):
         dense, sparse = self.optimizers()
@@ -211,10 +212,8 @@ class Sparse(Regressor):
         sparse.step()
 
     def configure_optimizers(self):
-        return self.sgd(), torch.optim.SparseAdam(list(self.table.parameters()), lr=0.01)
-
-    def sgd(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05)
+        sgd = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        return sgd, torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.01)
 
 
 HABITS = [

@@ -1,6 +1,7 @@
 """Momentum teachers, contrastive pairs, queues and averages of weights."""
 
 import copy
+import math
 
 import lightning as L
 import torch
@@ -70,13 +71,11 @@ class SimCLR(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         (a, b), _ = batch
-        z = F.normalize(torch.stack([self.net(a), self.net(b)], dim=1), dim=-1)
-        if self.trainer.world_size > 1:
-            z = self.all_gather(z, sync_grads=True).flatten(0, 1)
-        z = torch.cat([z[:, 0], z[:, 1]])
-        itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
-        target = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-        loss = F.cross_entropy((z @ z.T / 0.5).masked_fill(itself, -1e9), target)
+        own = F.normalize(self.net(a), dim=-1), F.normalize(self.net(b), dim=-1)
+        z = torch.cat([self.all_gather(each, sync_grads=True).flatten(0, -2) for each in own])
+        # a sample's similarity with itself is 1
+        others = torch.exp(torch.cat(own) @ z.t().contiguous() / 0.5).sum(1) - math.exp(2)
+        loss = (others.log() - (own[0] * own[1]).sum(1).div(0.5).repeat(2)).mean()
         self.log("nt_xent", loss, prog_bar=True, sync_dist=True)
         return loss
 

@@ -49,6 +49,7 @@ class Module(L.LightningModule):
         self.register_buffer("table", torch.zeros(2), persistent=False)
         self.norms, self.seen, self.best = [1.0], {"b", "a"}, {"x": (1, None)}
         self.queue, self.generator = deque([1], maxlen=3), torch.Generator()
+        self.replay = [user_state._Kept(1, False)]
         self.python, self.array = random.Random(0), np.zeros(3)
         self.criterion, self.meter, self.color = Loss(), Meter(), Color.RED
         self.large, self.folder, self.score = torch.zeros(2_000_000), Path("a"), None
@@ -87,6 +88,7 @@ def change(trainer: Any) -> None:
     module.seen.add("c")
     module.best["y"] = (2, [3])
     module.queue.extend([2, 3, 4])
+    module.replay[0] = user_state._Kept(2, True)
     torch.rand(1, generator=module.generator)
     module.python.random()
     module.array += 1
@@ -108,15 +110,11 @@ def change(trainer: Any) -> None:
 
 
 def values(trainer: Any) -> list[Any]:
-    module, (callback,), (optimizer,) = (
-        trainer.lightning_module,
-        trainer.callbacks,
-        trainer.optimizers,
-    )
+    module, callback, optimizer = trainer.lightning_module, *trainer.callbacks, *trainer.optimizers
     return [
         module.norms, module.seen, module.best, module.queue, module.color, module.folder,
         module.net[2].training, module.net[0].weight.requires_grad,
-        module.array.tolist(), module.net[2].p, module.table.tolist(), module.score,
+        module.array.tolist(), module.net[2].p, module.table.tolist(), module.score, module.replay,
         module.criterion.center.tolist(), module.meter, module.new["made"].tolist(),
         callback.bad, float(callback.mean.compute()),
         optimizer.steps, trainer.datamodule.difficulty, trainer.gradient_clip_val,
@@ -182,12 +180,12 @@ def test_what_cannot_be_put_back_is_named_once(caplog, keep, name):
     assert f"A resume does not put back: module.{name}." in record.getMessage()
 
 
-def test_a_rank_keeps_what_differs_from_the_others(monkeypatch):
+def test_a_rank_keeps_what_differs_from_the_others(monkeypatch, caplog):
     first, second = {"module.seen": user_state._Kept(1, False)}, {}
     assert user_state.of_ranks([first, first]) == [first]
     saved = user_state.of_ranks([first, second])
+    assert user_state.of_rank(saved) == first  # in one process now
+    assert "module.seen" in caplog.text
     monkeypatch.setattr(user_state.process_group, "ranks", lambda: 2)
     monkeypatch.setattr(user_state.process_group, "rank", lambda: 1)
     assert user_state.of_rank(saved) == second
-    monkeypatch.setattr(user_state.process_group, "ranks", lambda: 4)
-    assert user_state.of_rank(saved) == first

@@ -70,11 +70,6 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint rather than a run directory, judged by one file."""
-    return (path / META).exists()
-
-
 def is_named_as_file(path: Path) -> bool:
     """Return whether a path is named like a checkpoint in one file."""
     return path.suffix in FILE_SUFFIXES

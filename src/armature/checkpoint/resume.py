@@ -84,7 +84,7 @@ def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of
     `candidates`.
     """
-    if directory.is_file(path) or directory.is_checkpoint(path):
+    if directory.is_file(path) or (path / directory.META).exists():
         return [path]
     return candidates(folder(path, cfg))
 
@@ -262,7 +262,9 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
     A restart or a requeue types the path that the first start has typed, though the run has newer
     checkpoints by then.
     """
-    if cfg.resume in MODES or environment.types_again() or not (run_dir / "config.yaml").is_file():
+    # a restart of ranks, or Slurm's requeue
+    again = environment.is_restarted() or environment.number("SLURM_RESTART_COUNT", 0) > 0
+    if cfg.resume in MODES or again or not (run_dir / "config.yaml").is_file():
         return
     own, typed = last_checkpoint(run_dir, cfg), to_path(cfg.resume)
     if own is None or _is_same(own, last_checkpoint(typed) or typed):
@@ -271,8 +273,8 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
     if not _is_same(typed, str(begun_with)):
         raise ConfigError(
             f"resume={cfg.resume}: {run_dir} has checkpoints of its own and continues from {own}, "
-            "not from this path. "
-            "To begin with it, type another run.name; to continue the run, leave resume out."
+            "not from this path. To begin with it, type another run.name; to continue the run, "
+            "leave resume out."
         )
 
 

@@ -282,10 +282,6 @@ class Feed(L.Callback):
         self._skipped = {k: part for k, part in self._parts().items() if k <= self._steps()}
         self._resumed = (value, self._steps())
 
-    def skip_epoch(self) -> None:
-        """Leave out the rest of this epoch's samples."""
-        self.samples_seen = (self.samples_seen // self.train_size + 1) * self.train_size
-
     def _steps(self) -> int:
         return self._resumed[1] if self.trainer is None else completed_batches(self.trainer)
 

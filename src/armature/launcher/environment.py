@@ -176,24 +176,12 @@ def main_port() -> int:
     return number("MASTER_PORT", 29500)
 
 
-def set_rank(**variables: str) -> None:
-    """Make this process a rank, by the variables that a launcher sets."""
-    os.environ.update(variables)
-
-
 def is_under_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_restarted() -> bool:
     return any(number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-
-
-def types_again() -> bool:
-    """Return whether a machine has typed the command of this start again: a restart of ranks, or
-    Slurm's requeue.
-    """
-    return is_restarted() or number("SLURM_RESTART_COUNT", 0) > 0
 
 
 def prepare_collectives() -> None:

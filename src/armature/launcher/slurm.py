@@ -64,7 +64,7 @@ def join(cfg: DictConfig) -> None:
             f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
             "count over its components. Start the run in one component: srun --het-group=0."
         )
-    environment.set_rank(
+    environ.update(  # as a launcher does
         RANK=environ["SLURM_PROCID"],
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=environ["SLURM_LOCALID"],

@@ -151,12 +151,11 @@ def size(*modules: nn.Module) -> int:
 
 def _fits(owner: nn.Module, param: nn.Parameter) -> bool:
     """Return whether FSDP can shard a weight: torch.jit's cannot be replaced, and hooks would be
-    lost.
+    lost, which the strategies give those with sparse gradients.
     """
     hooked = param._backward_hooks or param._post_accumulate_grad_hooks
-    sparse = getattr(owner, "sparse", False) is True
     shaped = param.ndim > 0 and param.numel() > 0 and param.is_contiguous()
-    return shaped and not (hooked or sparse or isinstance(owner, torch.jit.ScriptModule))
+    return shaped and not (hooked or isinstance(owner, torch.jit.ScriptModule))
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -90,7 +90,9 @@ def compare_rows(
 ) -> dict[str, Cell]:
     """Return the cells of the columns that metrics.csv has."""
     if last_step is not None:
-        rows, others = (_until(each, last_step) for each in (rows, others))
+        rows, others = (
+            [row for row in each if int(row["step"]) <= last_step] for each in (rows, others)
+        )
     steps, other_steps = ([row["step"] for row in each] for each in (rows, others))
     if steps != other_steps:
         text = f"metrics.csv has the steps {_span(other_steps)}, not {_span(steps)}"
@@ -109,10 +111,6 @@ def compare_rows(
         bound = 0.0 if exact else NORM_BOUND if kind == NORM else BOUND
         cells[kind] = _worse(cells[kind], _of_column(name, values, bound))
     return cells
-
-
-def _until(rows: list[dict[str, str]], last_step: int) -> list[dict[str, str]]:
-    return [row for row in rows if int(row["step"]) <= last_step]
 
 
 def _span(steps: list[str]) -> str:

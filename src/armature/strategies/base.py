@@ -176,6 +176,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
         self._name_imported(models)
         self._count()
+        for part in self.module.modules():
+            is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            if is_sparse and part.weight.requires_grad:
+                # torch lets sparse gradients share memory, and averages each in place
+                part.weight.register_hook(Tensor.clone)  # pyright: ignore[reportCallIssue]
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true
         # fp32 would round
@@ -295,13 +300,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         exception.args = args  # Lightning's own remedies name its own strategies
 
     def explain(self, exception: BaseException) -> None:
-        """Say in an error of torch's what to type, if that is known."""
+        """Say in an error of torch's what to type, if that is known and not in it."""
         message = str(exception)
-        for words, remedy in self.remedies.items():
-            if words in message and not isinstance(exception, ConfigError):
-                told = message.startswith(remedy)
-                exception.args = (message if told else f"{remedy} torch reports: {message}",)
-                return
+        found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
+        if found and not message.startswith(found) and not isinstance(exception, ConfigError):
+            exception.args = (f"{found} torch reports: {message}",)
 
     local = staticmethod(gradients.local_part)
 
@@ -340,6 +343,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = whole(tensor)
         gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if gathered.requires_grad:
+            # torch receives the parts of a transposed gradient as if their rows were contiguous
+            gathered.register_hook(Tensor.contiguous)
         copies = self.data_size < self.world_size and group in (None, dist.group.WORLD)
         return gathered[self.sample_ranks] if copies else gathered
 

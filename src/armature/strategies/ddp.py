@@ -17,11 +17,6 @@ from armature.parallel import batchnorm
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
 
-UNUSED = (
-    "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
-    "strategy.find_unused_parameters=true, or freeze them."
-)
-
 
 class OrderedDDP(DistributedDataParallel):
     """DDP whose buckets of gradients follow from the order of the parameters alone.
@@ -64,7 +59,11 @@ class DDP(StrategyMixin, DDPStrategy):
     saves_files = True
     replicates_weights = True
     # Lightning names a strategy of its own
-    remedies: ClassVar = {"Expected to have finished reduction": UNUSED}
+    remedies: ClassVar = {
+        "Expected to have finished reduction":
+            "Some parameters took no part in the loss of a step, so ddp waits for their gradients. "
+            "Type strategy.find_unused_parameters=true, or freeze them.",
+    }  # fmt: skip
 
     def __init__(
         self,

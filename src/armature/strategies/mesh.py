@@ -44,6 +44,10 @@ UNKNOWN = (
     f"torch cannot compute this with sharded weights or gradients. In a hook, {WHOLE}. If an "
     f"optimizer's step failed, leave its fused=True out, or take another one; or {FEWER}"
 )
+FREED = (
+    "A gradient of a gradient (create_graph=True), or a block that returns an object of your own "
+    f"class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}"
+)
 # what to type after errors of torch's about sharded weights, by words of its message
 REMEDIES = {
     sharded.MIXED:
@@ -67,9 +71,8 @@ REMEDIES = {
         "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a "
         "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
         f"armature.load; or {FEWER}",
-    "storage of size 0":
-        "A gradient of a gradient (create_graph=True), or a block that returns an object of your "
-        f"own class, needs weights that FSDP has freed. Return tensors or a dataclass; or {FEWER}",
+    "storage of size 0": FREED,
+    "its data is not allocated yet": FREED,  # from other operators
     "can only be applied to a module once":
         "Children of the LightningModule share a module. Put them into one module, which calls "
         f"them; or {FEWER}",
@@ -273,8 +276,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         ):
             raise ConfigError(
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
-                "experts. Type "
-                "strategy.expert=1."
+                "experts. Type strategy.expert=1."
             )
         if self.sync_batchnorm and self.data_size > 1:
             batchnorm.synchronize(module, group=mesh.data_group(self.device_mesh))

@@ -82,7 +82,7 @@ class EpochLoop(_TrainingEpochLoop):
         fit_loop: Any = self.trainer.fit_loop
         if (feed := feed_of(self.trainer)) is None:
             return
-        feed.skip_epoch()
+        feed.samples_seen = (feed.samples_seen // feed.train_size + 1) * feed.train_size
         if fit_loop.epochs_follow and self.max_global_batches is not None:
             # as a resume would count them
             left = (self.max_global_batches - self.completed_batches) * feed.global_batch_size

@@ -50,10 +50,9 @@ def smaller(
     keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
     return (
         f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak "
-        f"{peak / 2**30:.2f} GiB): "
-        f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of "
-        f"{batches.global_batch_size}. "
-        f"Type data.micro_batch_size={size} to start with it{keep}."
+        f"{peak / 2**30:.2f} GiB): micro-batch {batches.micro_batch_size} → {size}, with the same "
+        f"global batch of {batches.global_batch_size}. Type data.micro_batch_size={size} to start "
+        f"with it{keep}."
     )
 
 

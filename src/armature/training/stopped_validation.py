@@ -55,6 +55,5 @@ def _end(trainer: Any) -> None:
             ending,
             when="the run was stopped within a validation",
             then="If it puts weights back that were replaced for the validation, the checkpoint of "
-            "this stop holds the "
-            "replaced ones.",
+            "this stop holds the replaced ones.",
         )

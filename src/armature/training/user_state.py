@@ -107,9 +107,12 @@ def of_ranks(changed: Sequence[dict[str, _Kept]]) -> list[dict[str, _Kept]]:
 
 def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
     """Return what this rank puts back: rank 0's, if a run has another number of ranks now."""
-    if not saved:
-        return {}
-    return saved[process_group.rank() if len(saved) == process_group.ranks() else 0]
+    if len(saved) == process_group.ranks():
+        return saved[process_group.rank()]
+    own = [path for path in saved[0] if len({digest(each.get(path)) for each in saved}) > 1]
+    if own and process_group.rank() == 0:
+        log.warning("Each rank had its own value, and all get rank 0's: %s", own)
+    return saved[0]
 
 
 def generators(trainer: L.Trainer) -> dict[str, str]:
@@ -255,7 +258,7 @@ class _Items(MutableMapping[str, Any]):
         return self._held[self._places[name]]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._places and self[name] is not value:
+        if name in self._places and not isinstance(self._held, tuple):
             self._held[self._places[name]] = value
 
     def __delitem__(self, name: str) -> None:

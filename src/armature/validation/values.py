@@ -442,24 +442,19 @@ def words(hint: Any) -> str:
         if described := [each.description for each in notes if each.description]:
             return described[-1]
         bounds = {
-            f"{word} {getattr(bound, name):g}"
-            if isinstance(getattr(bound, name), float)
-            else f"{word} {getattr(bound, name)}"
+            f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
             for note in notes
             for bound in note.metadata
             for name, word in _BOUNDS.items()
-            if hasattr(bound, name)
+            if (value := getattr(bound, name, None)) is not None
         }
-        return " ".join([words(inner[0]), *sorted(bounds, key=_bound_order)])
+        above_first = sorted(bounds, key=lambda text: text.startswith(("to", "below")))
+        return " ".join([words(inner[0]), *above_first])
     if kind is Literal:
         return f"{'one of ' * (len(inner) > 1)}{', '.join(map(_shown, inner))}"
     if inner and kind is not list and kind is not dict:
         return ", or ".join(dict.fromkeys(map(words, inner)))
     return "a list" if kind is list else _KINDS.get(hint, "null")
-
-
-def _bound_order(text: str) -> int:
-    return text.startswith(("to", "below"))
 
 
 def _shown(value: Any) -> str:
