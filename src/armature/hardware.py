@@ -102,7 +102,7 @@ def bf16_is_fast(accelerator: str) -> bool:
     Ampere and later GPUs, or CPUs with AVX512-BF16 or AMX.
     """
     if accelerator == "cpu":
-        return any(flag in _cpuinfo() for flag in ("avx512_bf16", "amx_bf16"))
+        return any(flag in cpuinfo() for flag in ("avx512_bf16", "amx_bf16"))
     if accelerator != "gpu" or not gpu_count():
         return False
     capability = compute_capability()
@@ -116,21 +116,15 @@ def published_peak(device_name: str) -> float | None:
     )
 
 
-def _cpuinfo() -> str:
+def cpuinfo() -> str:
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.exists() else ""
 
 
 def cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.*)", _cpuinfo(), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.*)", cpuinfo(), re.MULTILINE)
     name = found[1].strip() if found else platform.processor() or platform.machine()
     return f"{name}, {cpu_count()} cores"
-
-
-def cpu_cycles_per_second() -> float:
-    """Return the clock of the first CPU; 2.5 GHz where the system does not report it."""
-    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", _cpuinfo(), re.MULTILINE)
-    return float(found[1]) * 1e6 if found else 2.5e9
 
 
 def ram_bytes() -> int:

@@ -141,7 +141,8 @@ class Trace(Callback):
             entry = modules.setdefault(name, {"class": type(module).__name__})
             outputs = list(tensors(output))
             for key, values in (("input", tensors((args, kwargs))), ("output", outputs)):
-                entry[key] = _added(entry.get(key), map(statistic, values))
+                columns = zip(entry.get(key) or (0, 0.0, 0.0), *map(statistic, values), strict=True)
+                entry[key] = [sum(column) for column in columns]
             targets = self._record["pieces"][-1]["targets"]
             for value in outputs:
                 if value.requires_grad and value.ndim and not is_sharded(value):
@@ -178,11 +179,6 @@ def statistic(value: Tensor) -> list[float]:
 
 def _statistics(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
     return {name: statistic(value) for name, value in named.items()}
-
-
-def _added(one: list[float] | None, others: Iterator[list[float]]) -> list[float]:
-    columns = zip(one or (0, 0.0, 0.0), *others, strict=True)
-    return [sum(column) for column in columns]
 
 
 def _random_state() -> bytes:

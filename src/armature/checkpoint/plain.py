@@ -93,7 +93,10 @@ def plain(value: Any, path: str = "") -> Any:
     if type(value) in _KEPT:
         return value
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
-        return _compact(value.detach())
+        value = value.detach()
+        # torch.save would write all of what a view is of
+        is_view = value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_view else value
     if isinstance(value, Container):
         return plain(OmegaConf.to_container(value, resolve=True), path)
     if isinstance(value, enum.Enum):
@@ -169,14 +172,6 @@ def _plain_key(key: Any, path: str) -> Any:
     if not isinstance(made, Hashable):
         raise NotPlain(path, key)
     return made
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return a copy of a view of a larger tensor: torch.save would write all of what it is a view
-    of.
-    """
-    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_view else tensor
 
 
 def plain_checkpoint(

@@ -109,7 +109,9 @@ def _first_host() -> str:
     """Return the step's first node: its name, or its address in Slurm if the name is not in the
     DNS.
     """
-    host = _first_of(os.environ["SLURM_STEP_NODELIST"])
+    # a list such as rack[1-2]gpu[001-004,007]-ib,other
+    name = re.split(r",(?![^\[]*\])", os.environ["SLURM_STEP_NODELIST"])[0]
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -117,12 +119,6 @@ def _first_host() -> str:
             fields = dict(field.split("=", 1) for field in _scontrol(host).split() if "=" in field)
             return fields.get("NodeAddr", host)
     return host
-
-
-def _first_of(nodes: str) -> str:
-    """Return the first name of a list such as rack[1-2]gpu[001-004,007]-ib,other."""
-    name = re.split(r",(?![^\[]*\])", nodes)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
 
 
 def _scontrol(node: str) -> str:

@@ -508,7 +508,9 @@ def process_variables(devices: int) -> dict[str, str]:
 
     And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
     """
-    known = [*project.IMPORTED, _script_folder(), os.environ.get("PYTHONPATH")]
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    of_script = script and str(Path(script).resolve().parent)
+    known = [*project.IMPORTED, of_script, os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, known))
     own = {"PYTHONPATH": path, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
@@ -523,14 +525,6 @@ def loopback_variables() -> dict[str, str]:
     return {
         key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ
     }
-
-
-def _script_folder() -> str | None:
-    """Return the folder of the script that was started, whose modules its ranks can import as it
-    does.
-    """
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return str(Path(file).resolve().parent) if file else None
 
 
 def _oom_kills() -> int | None:

@@ -107,8 +107,7 @@ def wsd(
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0) -> Schedule:
     """Return warm-up, then the peak rate."""
-    start, _ = _lengths(total_steps, warmup)
-    return Schedule(optimizer, start)
+    return Schedule(optimizer, _lengths(total_steps, warmup)[0])
 
 
 def _lengths(total_steps: int, warmup: int | float, decay: int | float = 0) -> tuple[int, int]:

@@ -304,13 +304,6 @@ def _package(value: Any) -> str:
 
 
 # ---------------------------------------------------------------- values
-def _module_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state of a callback's metric, or of its copy of a model."""
-    return {
-        "tensors": dict(module.state_dict()), "metrics": epoch_metrics.metric_states(module)
-    }  # fmt: skip
-
-
 def _set_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(state["tensors"])
     epoch_metrics.restore_states(module, [state["metrics"]])
@@ -327,7 +320,13 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda generator: generator.get_state(legacy=False),
         lambda generator, state: generator.set_state(state),
     ),
-    nn.Module: (_module_state, _set_module_state),
+    nn.Module: (  # a callback's metric, or its copy of a model
+        lambda module: {
+            "tensors": dict(module.state_dict()),
+            "metrics": epoch_metrics.metric_states(module),
+        },
+        _set_module_state,
+    ),
     # of one in another: what both share, such as groups, stays shared
     Optimizer: (optimizers.whole_state, optimizers.load_whole),
     **{

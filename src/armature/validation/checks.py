@@ -62,7 +62,7 @@ def check(
     """
     values.hide_secrets(cfg)
     try:
-        if problems := _missing_problems(cfg) + _unknown_problems(cfg):
+        if problems := _key_problems(cfg):
             raise ConfigError(problems)
         if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
@@ -189,20 +189,17 @@ def plain(node: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
 
 
-def _missing_problems(cfg: DictConfig) -> list[str]:
-    return [
+def _key_problems(cfg: DictConfig) -> list[str]:
+    """Return the keys without a value, and those that `+` added to the core's own groups."""
+    written, known = unresolved(cfg), [*values.OF_CORE, *values.GROUPS]
+    missing = [
         f"{path}: a value is required. Type {path}=…"
-        for path, value in values.walk(unresolved(cfg))
+        for path, value in values.walk(written)
         if value == "???"
     ]
-
-
-def _unknown_problems(cfg: DictConfig) -> list[str]:
-    """Return the keys that `+` added to the core's own groups."""
-    known = [*values.OF_CORE, *values.GROUPS]
-    return [
+    return missing + [
         f"{key}: there is no such key.{foreign_keys.hint(key, '…', known)}"
-        for key in values.unknown(unresolved(cfg))
+        for key in values.unknown(written)
     ]
 
 
