@@ -223,7 +223,9 @@ def heap_variables(job_file: Path, *, ranks: int = 1) -> dict[str, str]:
     a GPU.
     """
     device = Job.load(str(job_file)).device
-    return heap.variables(device) | (heap.rank_variables(device) if ranks > 1 else {})
+    of_ranks = heap.rank_variables(device)
+    found = {name: str(value) for name, (_, value) in heap.SETTINGS.items()} if of_ranks else {}
+    return found | (of_ranks if ranks > 1 else {})
 
 
 def rival(which: str, job_file: Path, folder: Path) -> Contender:

@@ -114,7 +114,7 @@ def table(rows: list[Row], workload: Workload) -> list[str]:
     rounds = max((len(row.other.seconds) for row in rows), default=0)
     same = (
         " All keep the memory that they free, as Armature does by itself (the heap)."
-        if heap.variables(job.device)
+        if heap.rank_variables(job.device)
         else ""
     )
     lines = [

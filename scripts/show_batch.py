@@ -60,7 +60,13 @@ def composed(typed: list[str]) -> DictConfig:
     """
     cli.compose(typed)  # refuses a misspelt strategy, too
     kept = [each for each in typed if not each.startswith(PROCESSES)]
-    alone = [*kept, "strategy=single", "trainer.devices=1", "trainer.num_nodes=1"]
+    alone = [
+        *kept,
+        "strategy=single",
+        "trainer.devices=1",
+        "trainer.num_nodes=1",
+        "checkpoint.root=null",
+    ]
     return checks.check(prefer_typed(cli.compose(alone), alone))
 
 

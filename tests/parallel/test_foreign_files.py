@@ -89,7 +89,7 @@ def test_a_resume_says_what_the_run_lacks(saved):
         resume=str(saved.parents[1]), checkpoint=SimpleNamespace(root=None, trust=False)
     )
     [problem] = resume.problems(cfg)
-    assert "no complete checkpoint" in problem
+    assert "none that is complete" in problem
     assert f"{saved}: meta.pt is missing." in problem
     with pytest.raises(ConfigError, match=r"(?s)meta.pt is missing.*Restore one from a copy"):
         storage.first_intact([saved])

@@ -62,7 +62,7 @@ def test_the_run_gets_what_the_job_has_unless_it_is_typed(end, tmp_path, monkeyp
     monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
     end(0, "", "trainer.devices=1", "-m")
     ran = (tmp_path / "ran").read_text()
-    assert "train.py -m trainer.devices=1 trainer.num_nodes=1 trainer.accelerator=gpu " in ran
+    assert "train.py -m trainer.num_nodes=1 trainer.accelerator=gpu " in ran
 
 
 def test_options_of_sbatch_after_the_script_are_named(end):

@@ -229,7 +229,10 @@ class Feed(L.Callback):
             ConfigError: the number of samples has changed since it was first asked for.
         """
         if not (size := self._train_samples):
-            raise ConfigError(f"data: {self._name} has no training samples. Hold out fewer.")
+            raise ConfigError(
+                f"data: {self._name} has no training samples: its dataset is empty, or all of it "
+                "is held out."
+            )
         self._first_size = self._first_size or size
         if size != self._first_size:
             raise ConfigError(

@@ -54,13 +54,14 @@ class IterableStream(Stream):
                     self._size = self._count()
                     begins = {digest([*itertools.islice(self._records(0), 8)]) for _ in range(2)}
                 if len(begins) > 1:
-                    raise ConfigError(
-                        f"{type(dataset).__name__} yields other samples in a second pass. Ranks, "
-                        "loader processes and resumes divide them by place, so some would be used "
-                        "twice and some not at all. Count epochs in set_epoch(epoch), and make "
+                    log.warning(
+                        "%s yields other samples in a second pass. Ranks, loader processes and "
+                        "resumes divide them by place: if their order differs, some are used twice "
+                        "and some not at all. Count epochs in set_epoch(epoch), and make "
                         "generators anew from a seed in __iter__ (webdataset: seed=0 for shuffle "
-                        "and WebDataset), or draw from the global ones, which are seeded."
-                    ) from None
+                        "and WebDataset), or draw from the global ones, which are seeded.",
+                        type(dataset).__name__,
+                    )
 
     @override
     def __len__(self) -> int:

@@ -38,14 +38,6 @@ def keep_freed_memory(accelerator: str) -> bool:
     )
 
 
-def variables(accelerator: str) -> dict[str, str]:
-    """Return the environment that sets the heap of a program of another kind as `keep_freed_memory`
-    sets ours.
-    """
-    found = {name: str(value) for name, (_, value) in SETTINGS.items()}
-    return found if _may_set(accelerator) else {}
-
-
 def rank_variables(accelerator: str) -> dict[str, str]:
     """Return the variables for ranks that this process starts: glibc reads some settings only when
     a process starts.

@@ -111,14 +111,3 @@ def bubble_share(schedule: Schedule, *, ranks: int, microbatches: int) -> float:
         return missing / (missing + microbatches)
     idle = (ranks - 1) / schedule.stages_per_rank
     return idle / (microbatches + idle)
-
-
-def step_seconds(
-    compute: float, communication: float, *, bubble_share: float
-) -> tuple[float, float]:
-    """Return seconds of a step with all communication hidden behind computation, and with none.
-
-    What is not hidden makes a micro-batch's slot longer, and the idle slots with it.
-    """
-    busy = 1 - bubble_share
-    return max(compute / busy, communication), (compute + communication) / busy

@@ -44,10 +44,21 @@ def step_seconds(setup: Setup, device: Device) -> Seconds:
     schedule = split.SCHEDULES[SCHEDULE]
     bubble = split.bubble_share(schedule, ranks=ranks, microbatches=setup.microbatches)
     compute, sent = _compute(setup, device), _communication(setup, device)
-    hidden, exposed = split.step_seconds(compute, sent, bubble_share=bubble)
+    hidden, exposed = hidden_and_exposed(compute, sent, bubble_share=bubble)
     units = setup.global_batch_size * setup.cost.units_per_sample
     rate = (units / exposed, units / hidden)
     return Seconds(compute=compute, communication=sent, units_per_second=rate)
+
+
+def hidden_and_exposed(
+    compute: float, communication: float, *, bubble_share: float
+) -> tuple[float, float]:
+    """Return seconds of a step with all communication hidden behind computation, and with none.
+
+    What is not hidden makes a micro-batch's slot longer, and the idle slots with it.
+    """
+    busy = 1 - bubble_share
+    return max(compute / busy, communication), (compute + communication) / busy
 
 
 def compute_type(precision: str) -> str:

@@ -343,7 +343,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = whole(tensor)
         gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        if gathered.requires_grad:
+        if gathered is not tensor and gathered.requires_grad:
             # torch receives the parts of a transposed gradient as if their rows were contiguous
             gathered.register_hook(Tensor.contiguous)
         copies = self.data_size < self.world_size and group in (None, dist.group.WORLD)

@@ -650,7 +650,7 @@ def _of_stages(r: Run) -> Iterator[str]:
     stages, layers = r.pipe * Schedule.of(vars(r)).stages_per_rank, r.model.get(r.plan.layers)
     chunks, micro = r.microbatches, r.data.get("micro_batch_size")
     if isinstance(layers, int) and layers < stages:
-        fits = "schedule=1f1b" if layers >= r.pipe else f"pipe={layers}"
+        fits = "schedule=1f1b" if layers >= r.pipe else f"pipe={layers} strategy.schedule=1f1b"
         yield (
             f"strategy.pipe={r.pipe} with strategy.schedule={r.schedule} makes {stages} stages, "
             f"but model.{r.plan.layers}={layers}. Type strategy.{fits}, or "

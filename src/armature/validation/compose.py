@@ -350,10 +350,10 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     node = OmegaConf.select(cfg, holder) if holder else None
     target = str(node["_target_"]) if isinstance(node, DictConfig) and "_target_" in node else ""
     signature = signatures.Signature()
+    # files of ours name what their classes take, of which most would import torch
     with suppress(ConfigError):  # a module that cannot be imported
-        signature = signatures.signature_at(target)
-    # it may take an argument that the option's file does not name; files of ours name most
-    takes = [] if target.startswith("armature.") else [*signature.parameters]
+        signature = signature if target.startswith("armature.") else signatures.signature_at(target)
+    takes = signature.parameters
     if key not in known and last in takes:
         return f"{override}: there is no key '{key}', but {target} takes it. Type +{override}."
     known += [f"{holder}.{each}" for each in takes]
@@ -388,25 +388,28 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         is_list = OmegaConf.is_list(OmegaConf.select(cfg, key))
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
+    options = _candidates(group, last) if name else {}
+    having = [option for option in options if key in _of_option(group, option)]
     adds = group in config.OPEN or signature.open or last in signature.parameters
+    adds = adds or (target and any(target in options[each] for each in having))
     add = f" To add it, type +{override}." if adds and name and override[:1] not in "+~" else ""
-    options = _candidates(group, last) if name else []
-    having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
-        there = f"here: it belongs to {', '.join(having)}"
+        there = f"here: it belongs to {group}={f', {group}='.join(having)}"
         return f"{override}: there is no key '{key}' {there}.{add}"
     return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
-def _candidates(group: str, word: str) -> list[str]:
-    """Return the options of a group whose file has this word, or takes keys from another."""
+def _candidates(group: str, word: str) -> dict[str, str]:
+    """Return the options of a group whose file has this word, or takes keys from another, with
+    their texts.
+    """
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
         for each in _folders()
         for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
-    return [option for option, text in texts.items() if word in text or "defaults:" in text]
+    return {option: text for option, text in texts.items() if word in text or "defaults:" in text}
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:

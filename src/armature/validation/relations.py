@@ -159,14 +159,18 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
 def _schedule(cfg: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
     """Yield lengths of our schedules that are longer than the run.
 
-    Not where a shorter run was typed, for a look: that is named while it trains.
+    Those of a file may be longer than a run that is typed shorter, for a look: that is named while
+    it trains.
     """
     node, steps = cfg.get("scheduler") or {}, cfg["trainer"]["max_steps"]
-    typed = {each.partition("=")[0] for each in overrides}
-    for key in ("warmup", "decay") if steps and str(node.get("_target_")).startswith(OURS) else ():
-        looks = f"scheduler.{key}" not in typed and typed & {"debug", "trainer.max_steps"}
-        if not looks and node.get(key, 0) > steps:
-            yield (
-                f"scheduler.{key}={node[key]} is longer than the run's trainer.max_steps={steps}. "
-                "Type a share of the run (below 1.0), or more steps."
-            )
+    lengths = {f"scheduler.{key}": node.get(key, 0) for key in ("warmup", "decay")}
+    typed = {each.lstrip("+").partition("=")[0] for each in overrides}
+    looks = typed & {"debug", "trainer.max_steps"} and not typed & {*lengths}
+    if looks or not steps or not str(node.get("_target_")).startswith(OURS):
+        return
+    if sum(value * steps if value < 1 else value for value in lengths.values()) > steps:
+        shown = " and ".join(f"{key}={value}" for key, value in lengths.items() if value)
+        yield (
+            f"{shown}: longer than the run's trainer.max_steps={steps}. Type shares of the run "
+            "(below 1.0), or more steps."
+        )

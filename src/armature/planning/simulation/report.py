@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from armature.parallel import split
+from armature.planning.seconds import hidden_and_exposed
 
 GIB = 2**30
 
@@ -93,7 +93,7 @@ class Report:
         none.
         """
         compute = sum(self.compute_seconds.values())
-        return split.step_seconds(
+        return hidden_and_exposed(
             compute, self.communication_seconds, bubble_share=self.bubble_share
         )
 
