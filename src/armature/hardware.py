@@ -117,6 +117,7 @@ def published_peak(device_name: str) -> float | None:
 
 
 def cpuinfo() -> str:
+    """Return what Linux says of the CPUs, empty on other systems."""
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.exists() else ""
 

@@ -95,7 +95,7 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         _new_roots.add(root)
     named = trial or cfg.run.name
     name = named or default_name(label)
-    if not named and "-" in name and not environment.is_joined():
+    if not named and "-" in name and not environment.is_joined():  # not named after a job
         if cfg.launch.rdzv_endpoint:
             raise ConfigError(
                 f"launch.rdzv_endpoint={cfg.launch.rdzv_endpoint}: all machines need one run "

@@ -359,6 +359,10 @@ class Reshuffled(IterableDataset):
             lambda data: DataLoader(data, batch_sampler=[[(0, 32), (1, 32)]]),
             r"list yields \(0, 32\) for a .*in collate_fn",
         ),
+        (
+            lambda data: DataLoader(data, batch_sampler=[0, 1]),
+            r"list yields 0\. A batch sampler yields lists",
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):

@@ -90,6 +90,8 @@ ODD = {
         {"SLURM_PROCID": "x"},
         r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID",
     ),
+    "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
+    "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
     "tasks of a node": (
         {"SLURM_STEP_TASKS_PER_NODE": "many"},
         r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",

@@ -1,6 +1,6 @@
 """The environment variables between a launcher and its ranks.
 
-No other module reads or writes them. Torch-free.
+No other module reads them, and `launcher.slurm` alone writes them, too. Torch-free.
 
 Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` sets the first group
 from Slurm's own.

@@ -346,6 +346,7 @@ def _as_yaml(value: Any) -> Any:
 
 
 def signature_at(target: str) -> Signature:
+    """Return the signature of what `target` names, empty if there is no such thing."""
     definition = find_definition(target)
     return signature_of(definition) if definition is not None else Signature()
 
