@@ -96,7 +96,8 @@ def _imported(module: str) -> ModuleType | None:
         raise ConfigError(f"{module}: {_place(error)}: {remedy}") from error
     except Exception as error:
         raise ConfigError(
-            f"{module}: {_place(error)}: {error_line(error)}. Correct the file."
+            f"{module}: {_place(error)}: {error_line(error).rstrip('.')}. Correct the file, or the "
+            "setting that it names."
         ) from error
 
 
