@@ -10,16 +10,12 @@ python scripts/convert.py outputs/<run.name> my-adapter --adapter
     a folder that peft loads (task=lora)
 python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER
     if the base model has moved (task=lora)
-python scripts/convert.py outputs/<run.name> model.onnx
-python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
-    for models that export
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
 python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=000000
 """
 
 import argparse
 import difflib
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 
 FILES, PROGRAMS = (".safetensors", ".ckpt"), (".onnx", ".pt2")
-MOST_ELEMENTS = 1e9  # of the batch of --input
 SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 
@@ -42,15 +37,12 @@ def main() -> None:
         type=Path,
         help="a run directory or a checkpoint in one; .safetensors; .ckpt",
     )
-    parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2; a folder")
+    parser.add_argument("target", type=Path, help=".safetensors, .ckpt; a folder")
     parser.add_argument(
         "--average", action="store_true", help="the averaged weights of the EMA callback"
     )
     parser.add_argument(
         "--best", action="store_true", help="the run's best checkpoint instead of its last"
-    )
-    parser.add_argument(
-        "--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats"
     )
     parser.add_argument(
         "--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported"
@@ -75,18 +67,19 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     source, target = args.source, args.target
-    to_file, from_file = (
-        target.suffix in FILES + PROGRAMS,
-        source.suffix in SOURCES and not source.is_dir(),
-    )
+    if target.suffix in PROGRAMS:
+        raise ConfigError(
+            f"{target}: torch writes programs, from Python: armature.load('{source}').model is "
+            "what torch.export and torch.onnx take (docs/resume.md)."
+        )
+    to_file = target.suffix in FILES
+    from_file = source.suffix in SOURCES and not source.is_dir()
     to_folder = not to_file and not from_file and not near_suffix(target)
     if to_file == from_file and not to_folder:
         raise ConfigError(
             f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the "
-            "other a file "
-            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write), or the "
-            "target a new folder for "
-            "transformers."
+            f"other a file ({', '.join(SOURCES)} to read, {', '.join(FILES)} to write), or the "
+            "target a new folder for transformers."
         )
     if target.exists():
         raise ConfigError(f"{target} exists already. Name another, or remove it.")
@@ -104,9 +97,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
     elif to_folder:
         print(export_folder(args))
-    elif target.suffix in PROGRAMS:
-        export(args)
-        print(f"{target}: {target.stat().st_size:,} bytes")
     else:
         write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
         checkpoint = find(args)
@@ -125,12 +115,9 @@ def run(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     """Raise ConfigError for options that this conversion does not use."""
     typed = {"--average": args.average, "--best": args.best} if from_file else {}
-    if args.target.suffix not in PROGRAMS:
-        others = [
-            each for each in args.overrides if from_file or not each.startswith("model.pretrained=")
-        ]
-        typed |= {"--input": args.input is not None, **dict.fromkeys(others, True)}
-    if from_file or args.target.suffix in FILES + PROGRAMS:
+    for each in args.overrides:
+        typed[each] = from_file or not each.startswith("model.pretrained=")
+    if from_file or args.target.suffix in FILES:
         own = vars(args)
         typed |= {"--dtype": own.get("dtype") is not None, "--adapter": own.get("adapter", False)}
     if unused := [option for option, is_typed in typed.items() if is_typed]:
@@ -205,97 +192,6 @@ def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] 
     cfg, _ = open_run(checkpoint, overrides=args.overrides, trust=args.trust)
     weights = load_task(cfg, checkpoint, averaged=False).state_dict()
     return {name: value for name, value in weights.items() if hasattr(value, "numel")}
-
-
-def export(args: argparse.Namespace) -> None:
-    """Write a program that computes the model's outputs from one batch of inputs."""
-    from armature.checkpoint import convert
-    from armature.loading import load_task, open_run
-    from armature.training import process
-
-    process.quiet()
-    cfg, checkpoint = open_run(
-        args.source, best=args.best, overrides=args.overrides, trust=args.trust
-    )
-    if args.average and not convert.has_averages(checkpoint):
-        raise convert.lacks_average(checkpoint)
-    module = load_task(cfg, checkpoint, averaged=args.average)
-    hint_at_average(args, checkpoint)
-    convert.to_program(module, args.target, example_input(args, cfg, module))
-
-
-def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
-    """Return --input's tensor, the module's `example_input_array`, or the inputs of the first batch
-    of the data.
-    """
-    import torch
-
-    if args.input is not None:
-        sizes = args.input.split("x")
-        if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
-            raise ConfigError(
-                f"--input {args.input}: must be sizes with x between them, as in 2x3x32x32."
-            )
-        elements = math.prod(map(float, sizes))
-        if elements > MOST_ELEMENTS:
-            raise ConfigError(
-                f"--input {args.input}: {elements:.3g} numbers. Type sizes of at most "
-                f"{MOST_ELEMENTS:.0e}."
-            )
-        batch = torch.randn(*map(int, sizes))
-        refuse_unfit(args.input, module, batch)
-        return batch
-    if module.example_input_array is not None:
-        return module.example_input_array
-    from armature.data import feed
-
-    batch = first_batch(feed.build(cfg))
-    inputs = (
-        batch.get("inputs")
-        if isinstance(batch, dict)
-        else batch[0]
-        if isinstance(batch, list | tuple)
-        else batch
-    )
-    if not isinstance(inputs, torch.Tensor):
-        raise ConfigError(
-            "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set "
-            "example_input_array in the task."
-        )
-    return inputs[:2]
-
-
-def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
-    """Raise ConfigError if the model does not compute such a batch: torch.export would print a
-    traceback.
-    """
-    import torch
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    model = (
-        module
-        if is_overridden("forward", module, LightningModule)
-        else module.get_submodule("model")
-    )
-    try:
-        with torch.no_grad():
-            model(batch)
-    except Exception as error:  # of any model
-        raise ConfigError(
-            f"--input {typed}: the model does not compute such a batch ({error_line(error)}). Type "
-            "the sizes of one of "
-            "its own batches, or leave --input out: the first batch of the data is taken."
-        ) from error
-
-
-def first_batch(feed: Any) -> Any:
-    """Return the first batch of validation, or of training if there is none."""
-    feed.data.prepare_data()
-    feed.set_up()
-    for loader in [*feed.loaders("val"), *feed.loaders("train")]:
-        for batch in loader:
-            return batch
 
 
 if __name__ == "__main__":

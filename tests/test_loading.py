@@ -3,16 +3,11 @@
 from argparse import Namespace
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 import armature
-from armature.checkpoint import convert
-from armature.data.base import DataModule
-from armature.data.feed import Feed
 from armature.errors import ConfigError
 from armature.loading import weights_note
 from armature.tasks.base import Task
@@ -68,11 +63,10 @@ def test_a_users_checkpoints_lie_beside_ours(run):
     assert not torch.equal(early.model.embed.weight, armature.load(run).model.embed.weight)
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 to itself
 @pytest.mark.guarantee
-def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys):
+def test_a_run_becomes_a_file_of_lightnings(run, tmp_path, capsys):
     def convert_to(name: str, **options) -> Path:
-        given = {"source": run, "target": tmp_path / name, "input": None, "overrides": []}
+        given = {"source": run, "target": tmp_path / name, "overrides": []}
         script.run(
             Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options)
         )
@@ -98,55 +92,33 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys)
     measured = armature.load(run)  # as in validation
     torch.testing.assert_close(average, dict(measured.state_dict()), rtol=0, atol=0)
     assert (weights_note(measured), weights_note(module)) == (" (averaged weights)", "")
-    program = torch.export.load(convert_to("a.pt2")).module()
-    # the context of the example, and another number of samples
-    assert len(program(torch.arange(16).expand(5, -1))) == 5
     with pytest.raises(ConfigError, match="one of the two must be a run"):
         script.run(Namespace(source=tmp_path / "a.ckpt", target=tmp_path / "c.ckpt"))
-    with pytest.raises(ConfigError, match=r"--input, data.seed=1 would change nothing"):
-        convert_to("c.ckpt", input="2x3", overrides=["data.seed=1"])
+    with pytest.raises(ConfigError, match=r"data.seed=1 would change nothing"):
+        convert_to("c.ckpt", overrides=["data.seed=1"])
+    with pytest.raises(ConfigError, match=r"c.onnx: torch writes programs, .*armature.load"):
+        convert_to("c.onnx")
     with pytest.raises(ConfigError, match=r"--average, --best would change nothing"):
         convert_to("c", source=tmp_path / "a.ckpt", average=True, best=True)
 
 
-class TrainOnly(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(torch.arange(8.0)[:, None], batch_size=4)
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 to itself
+@pytest.mark.guarantee
+def test_a_loaded_model_becomes_a_program(run, tmp_path):
+    model, any_size = armature.load(run).model, {0: torch.export.Dim.AUTO}
+    inputs, other = torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).expand(5, -1)
+    program = torch.export.export(model, (inputs,), dynamic_shapes=(any_size,))
+    torch.export.save(program, tmp_path / "a.pt2")
+    expected = model(other)
+    torch.testing.assert_close(torch.export.load(tmp_path / "a.pt2").module()(other), expected)
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
 
-
-class EmptyValidation(TrainOnly):
-    def val_dataloader(self):
-        return DataLoader(torch.zeros(0, 1))
-
-
-class OursWithoutValidation(DataModule):
-    def dataset(self, split):
-        return [torch.ones(1)] * 4 if split == "train" else None
-
-
-@pytest.mark.parametrize(
-    "data",
-    [TrainOnly, EmptyValidation, OursWithoutValidation],
-    ids=["none", "empty", "ours"],
-)
-def test_a_program_can_be_made_without_validation_data(data):
-    assert script.first_batch(Feed(data(), global_batch_size=4)).shape == (4, 1)
-
-
-def test_a_model_that_cannot_be_exported_is_named(tmp_path):
-    class Odd(torch.nn.Module):
-        def forward(self, x):
-            return x if float(x.sum()) > 0 else -x
-
-    class Module(ImageClassification):
-        def __init__(self):
-            super().__init__(torch.nn.Identity, optimizer=torch.optim.SGD)
-            self.model = Odd()
-
-    with pytest.raises(
-        ConfigError, match=r"a.pt2: this model cannot be exported to pt2: .*armature.load"
-    ):
-        convert.to_program(Module(), tmp_path / "a.pt2", torch.ones(2, 3))
+    onnx = torch.onnx.export(model, (inputs,), dynamic_shapes=(any_size,), dynamo=True)
+    onnx.save(tmp_path / "a.onnx")
+    evaluator = ReferenceEvaluator(str(tmp_path / "a.onnx"))
+    (found,) = evaluator.run(None, {evaluator.input_names[0]: other.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.guarantee

@@ -1,19 +1,11 @@
 """Convert a checkpoint's weights to files for other programs and back, in one process."""
 
-import errno
-import importlib.util
-import itertools
-import os
-import shutil
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from armature import files
@@ -218,75 +210,3 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
         checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"}
     )
     return list(weights)
-
-
-# ---------------------------------------------------------------- programs without Python or
-# without the model's code
-def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
-    """Write a trained module as ONNX (.onnx) or by torch.export (.pt2).
-
-    The first dimension may have any size.
-
-    Args:
-        inputs: an example of one batch of inputs, with at least two samples.
-
-    Raises:
-        ConfigError: a package is missing, or the model cannot be exported.
-    """
-    model = module if is_overridden("forward", module) else module.get_submodule("model")
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    size = sum(value.nbytes for value in itertools.chain(model.parameters(), model.buffers()))
-    if shutil.disk_usage(files.nearest_existing(file)).free < size:
-        # torch's writer would abort the process
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-    write = _export_onnx if file.suffix == ".onnx" else _export_pt2
-    try:
-        with warnings.catch_warnings():
-            # an RNN's list of its weights, which export records and restores
-            warnings.filterwarnings("ignore", message=r"The tensor attributes [^ ]*_flat_weights\[")
-            write(model, arguments, file)
-    except (ConfigError, OSError):  # OSError: the file cannot be written
-        raise
-    except Exception as error:  # export has many kinds of its own
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"{file}: this model cannot be exported to {file.suffix[1:]}: {first} Remedy: export a "
-            "part of it from Python (armature.load gives you the module), or convert the weights "
-            "to .safetensors."
-        ) from None
-
-
-def _export_pt2(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
-    dynamic = tuple(map(_any_batch, arguments))
-    try:
-        program = torch.export.export(model, arguments, dynamic_shapes=dynamic)
-    except Exception:  # a model that needs this number of samples
-        program = torch.export.export(model, arguments)
-    with files.replacing(file) as part:  # torch.export looks at the suffix
-        torch.export.save(program, part)
-
-
-def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
-    if missing := [
-        name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None
-    ]:
-        raise ConfigError(
-            f"{file}: writing ONNX needs {' and '.join(missing)}: type make setup EXTRAS=export, "
-            "or "
-            "pip install onnx onnxscript."
-        )
-    dynamic = tuple(map(_any_batch, arguments))
-    program: Any = torch.onnx.export(
-        model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # not under another name first: a large model has a second file, which this one names
-    program.save(file)
-
-
-def _any_batch(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _any_batch(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_any_batch, value)]
-    return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.ndim else None

@@ -161,8 +161,7 @@ def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     if (target := cfg.model._target_) != check.DECODER:
         raise ConfigError(
             f"model._target_={target}: only {check.DECODER} and models of transformers "
-            "have Hugging Face's "
-            "form. Name a file (.safetensors, .ckpt, .onnx or .pt2) instead."
+            "have Hugging Face's form. Name a file (.safetensors, .ckpt) instead."
         )
     given: Any = OmegaConf.to_container(cfg.model, resolve=True)
     args = signatures.defaults_of(target) | {k: v for k, v in given.items() if k[0] != "_"}
