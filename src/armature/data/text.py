@@ -72,9 +72,9 @@ class TokenData(DataModule):
         if state_dict["corpus"] != self.source.fingerprint:
             raise ConfigError(
                 f"The checkpoint was made with other tokens ({state_dict['corpus']}) than "
-                f"data.path has now ({self.source.fingerprint}): files or settings of the corpus "
-                "have changed. Restore the corpus that it was trained on, or type resume=never. "
-                "To use its weights alone, see docs/resume.md."
+                f"data.path has now ({self.source.fingerprint}): its files or settings of "
+                "data.source have changed. Restore those that it was trained with, or type another "
+                "run.name to start at step 0. To use its weights alone, see docs/resume.md."
             )
         super().load_state_dict(state_dict)
 
