@@ -52,14 +52,14 @@ class TokenData(DataModule):
         if self.tokenizer is not None:
             write(self.tokenizer, run_dir / TOKENIZER_FILE)
 
-    def prompts(self, count: int = 3) -> list[str]:
+    def prompts(self) -> list[str]:
         """Return beginnings of lines of held-out text, to show what a model makes of them; [] if
         none can be read.
         """
         samples: Any = self._dataset("val")
         if self.tokenizer is None or not len(samples):
             return []
-        found = [samples[len(samples) * (2 * i + 1) // (2 * count)]["inputs"] for i in range(count)]
+        found = [samples[len(samples) * i // 6]["inputs"] for i in (1, 3, 5)]
         texts = [self.tokenizer.decode(inputs[:PROMPT_WINDOW].tolist()) for inputs in found]
         return [prompt for text in texts if (prompt := beginning(text))]
 
