@@ -135,7 +135,6 @@ def test_a_rank_without_a_sample_gets_one_that_does_not_count():
     assert found == [[IGNORED], [7]]
 
 
-@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
 def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
     for nothing in (Numbers(0), None):
         caplog.clear()

@@ -135,12 +135,13 @@ def test_sizes_that_only_the_data_tell(trained_table):
     assert trained_table.found_sizes == {"features": 2, "classes": 3}
     model = OmegaConf.create({"_target_": "example.model.ResidualMLP", "features": 2, "classes": 4})
     relations.check_found_sizes(model, trained_table.found_sizes)
-    model.update(features=5, classes=2)
+    model.update(features=5, classes=2, pretrained="base", vocab_size=8)
     with pytest.raises(ConfigError) as refused:
-        relations.check_found_sizes(model, trained_table.found_sizes)
+        relations.check_found_sizes(model, {**trained_table.found_sizes, "vocab_size": 9})
     assert refused.value.problems == [
         "model.features=5, but the data need 2. Type model.features=2.",
         "model.classes=2, but the data need at least 3. Type model.classes=3.",
+        "model.vocab_size=8, but the data need at least 9. Type data.source.vocab_size=8.",
     ]
 
 

@@ -61,7 +61,7 @@ def test_resume_on_other_tokens_is_refused(corpus, tmp_path):
     path = tmp_path / "other.txt"
     path.write_text("something else\n" * 2000)
     other = Corpus(str(path), vocab_size=320, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match=r"made with other tokens .* type resume=never"):
+    with pytest.raises(ConfigError, match=r"made with other tokens .* type another run.name"):
         text_data(other).load_state_dict(state)
 
 

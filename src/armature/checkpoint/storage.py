@@ -76,7 +76,8 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
         if process_group.rank() == 0:
             log.warning("Checkpoint %s is skipped: %s.", path, problem)
     if problems:
-        raise ConfigError([*problems, "Restore one from a copy, or name another."])
+        remedy = "Restore one from a copy, name another, or train anew with another run.name."
+        raise ConfigError([*problems, remedy])
     return None
 
 

@@ -207,7 +207,7 @@ def check_same(then: dict[str, list[str]], now: dict[str, list[str]]) -> None:
             raise ConfigError(
                 f"data: the {what} are no longer those that the checkpoint was trained with: "
                 f"{found}. Restore the data, or train on these from step 0: type another "
-                "run.name, or resume=never."
+                "run.name."
             )
 
 

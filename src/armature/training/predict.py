@@ -8,7 +8,6 @@ as it goes; the parts are merged by the samples' places. No process waits for an
 import csv
 import heapq
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -102,8 +101,6 @@ def predict(task: L.LightningModule, feed: Feed, trainer: L.Trainer) -> None:
         )
     trainer.callbacks.append(feed)  # pyright: ignore[reportAttributeAccessIssue]
     feed.predicts()
-    # a rank may have no samples
-    warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
     try:
         trainer.predict(task, datamodule=feed.data, return_predictions=False)
     except RuntimeError as error:

@@ -54,6 +54,7 @@ def quiet() -> None:
         ".*dataloader is not resumable.*",  # ours is: the sampler knows its position
         ".*is smaller than the logging interval.*",
         ".*sampler has shuffling enabled.*",  # the order of an evaluation is drawn once
+        "Total length of .* across ranks is zero",  # the feed names the split
     ):
         warnings.filterwarnings("ignore", message=message)
 

@@ -139,9 +139,11 @@ def size_problems(model: Any, needed: Mapping[str, Any]) -> list[str]:
             and isinstance(value, int)
             and (given < value if least else given != value)
         ):
+            fixed = key == "vocab_size" and model.get("pretrained")  # by the folder
+            remedy = f"data.source.{key}={given}" if fixed else f"model.{key}={value}"
             found.append(
                 f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type "
-                f"model.{key}={value}."
+                f"{remedy}."
             )
     return found
 

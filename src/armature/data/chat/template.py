@@ -64,7 +64,7 @@ class NotRenderable(ValueError):
 class UnreadKey(NotRenderable):
     """A message holds what the template does not write, so that it would be lost."""
 
-    remedy = "Rename the key to one that it reads, remove it, or name another data.source.template"
+    remedy = "Rename the key or the role, remove it, or name another data.source.template"
 
 
 class LeftOut(NotRenderable):
