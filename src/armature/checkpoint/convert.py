@@ -272,8 +272,7 @@ def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path)
     ]:
         raise ConfigError(
             f"{file}: writing ONNX needs {' and '.join(missing)}: type make setup EXTRAS=export, "
-            "or "
-            "pip install onnx onnxscript."
+            "or pip install onnx onnxscript."
         )
     dynamic = tuple(map(_any_batch, arguments))
     program: Any = torch.onnx.export(
