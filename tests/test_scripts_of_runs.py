@@ -38,6 +38,5 @@ def test_weights_of_other_sizes_are_told_in_one_line():
         state.load_tensors_of(Path("x.ckpt"), model, saved.state_dict())
     assert str(raised.value) == (
         "x.ckpt holds weights of other sizes: weight is (3, 2) there and (3, 4) here. Give the "
-        "model the sizes that it "
-        "was trained with."
+        "model the sizes that it was trained with."
     )

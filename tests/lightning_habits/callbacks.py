@@ -9,11 +9,11 @@ from tests.lightning_habits.regression import Regressor
 
 
 class Finetuned(Regressor):
-    """A backbone that a callback freezes, and a head."""
+    """A backbone that a callback freezes, and a head, which fsdp leaves whole."""
 
     def __init__(self):
         super().__init__()
-        self.backbone, self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1)
+        self.backbone, self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.RNNCell(8, 1)
 
     def forward(self, x):
         return self.net(self.backbone(x))

@@ -21,10 +21,10 @@ class Zoo(Regressor):
 
 
 class LBFGS(Regressor):
-    """A closure that is called several times per step."""
+    """A closure that is called several times per step, whose losses a line search compares."""
 
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4)
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
 
 
 class OwnOptimizer(Optimizer):

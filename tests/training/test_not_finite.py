@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -176,9 +176,9 @@ def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkey
     assert mask is not None
     mask.step_begins()
     part(torch.ones(2))
-    strategy.optimizer_step(cast(Any, None))
+    strategy.optimizer_step(torch.optim.SGD(module.parameters()), None)
     assert strategy.left_out is skipped
-    torch.testing.assert_close(part.center, torch.full((2,), 1.0 if skipped else 1.9))
+    assert part.center[0] == pytest.approx(1.0 if skipped else 1.9)
     strategy.on_nan = "stop"
     assert strategy._make_mask() is None
 

@@ -144,8 +144,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
 def _recorded_run(cfg: DictConfig, checkpoint: Path) -> tuple[Path, DictConfig] | None:
     """Return the run that a checkpoint belongs to, and the configuration of its last start."""
     run_dir = Path(cfg.run.dir)
-    own = checkpoint.parent == folder(run_dir, cfg)
-    trained_in = run_dir if own else run_of(checkpoint)
+    trained_in = run_dir if checkpoint.parent == folder(run_dir, cfg) else run_of(checkpoint)
     if trained_in is None or not (trained_in / "config.yaml").is_file():
         return None
     saved = config.load(trained_in / "config.yaml")

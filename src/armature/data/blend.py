@@ -139,8 +139,7 @@ class BlendData(TokenData):
             taken = (0 if limited else epoch) * count + np.arange(count)
             for own_epoch in np.unique(taken // own_size).tolist():
                 places = taken[taken // own_size == own_epoch] % own_size
-                seed_of_own = f"{seed}/{number}"
-                own = permuted(places, size=own_size, seed=seed_of_own, epoch=own_epoch)
+                own = permuted(places, size=own_size, seed=f"{seed}/{number}", epoch=own_epoch)
                 chosen.append(own + offset)
             offset += own_size
         drawn = np.concatenate(chosen)

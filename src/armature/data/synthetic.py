@@ -54,9 +54,8 @@ class SyntheticData(DataModule):
         if any(images) and not all(images):
             raise ConfigError(
                 f"data.image_size={image_size}, data.channels={channels}, data.classes={classes}: "
-                "data=synthetic makes "
-                "images if it has all three sizes, and tokens if it has none. Type all, or null "
-                "for each."
+                "data=synthetic makes images if it has all three sizes, and tokens if it has none. "
+                "Type all, or null for each."
             )
         self.samples = samples
         if image_size and channels and classes:

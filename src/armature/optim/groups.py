@@ -76,8 +76,7 @@ def transferred_rates(
     if any(group["hidden"] and not group["width"] for group in groups):
         raise ValueError(
             f"optimizer.base_width={base_width} needs the model's width: give the model an "
-            "attribute `width`, "
-            "or type optimizer.base_width=null."
+            "attribute `width`, or type optimizer.base_width=null."
         )
     factors = [
         (base_width / group["width"]) ** power if group["hidden"] else 1.0 for group in groups

@@ -75,8 +75,7 @@ class Muon(Optimizer):
                 if group["hidden"] and param.ndim not in (2, 3):
                     raise ValueError(
                         "Muon orthogonalizes matrices, and stacks of them, only. Got a hidden "
-                        "parameter "
-                        f"{tuple(param.shape)}"
+                        f"parameter {tuple(param.shape)}"
                     )
 
     @torch.no_grad()
@@ -154,8 +153,7 @@ class LocalMatrices:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
                 "Muon needs whole matrices, and this one is sharded over ranks. Our strategies "
-                "handle that; in your "
-                "own loop, set optimizer.matrix_work = "
+                "handle that; in your own loop, set optimizer.matrix_work = "
                 "armature.parallel.distributed_matrices.DistributedMatrices()."
             )
         return [function(matrix) for matrix in matrices]

@@ -114,9 +114,8 @@ def parallelize(
         if plan is None or not plan.context:
             raise ConfigError(
                 f"strategy.context={positions.size}: {type(model).__name__} has no plan that names "
-                "its attention in "
-                "`context`. Write it in a plan.py next to the model's module, or type "
-                "strategy=fsdp."
+                "its attention in `context`. Write it in a plan.py next to the model's module, or "
+                "type strategy=fsdp."
             )
         positions.divide(model, plan)
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them

@@ -191,8 +191,7 @@ class Positions:
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"strategy.context={self.size}: {type(model).__name__}.forward must return a loss, "
-                "or outputs "
-                f"(B, T, …) as one tensor. Got {type(output).__name__}."
+                f"or outputs (B, T, …) as one tensor. Got {type(output).__name__}."
             )
         if output.ndim:
             return self.whole(output)

@@ -107,8 +107,7 @@ def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
     fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return (
         f"strategy.expert={expert} does not divide the {ranks} ranks that it is made of ({asked}). "
-        "Type "
-        f"strategy.expert={min(fits, key=lambda n: abs(n - expert))}."
+        f"Type strategy.expert={min(fits, key=lambda n: abs(n - expert))}."
     )
 
 

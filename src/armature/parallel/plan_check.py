@@ -61,8 +61,7 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         counts = {each: getattr(model, each, None) for each in plan.divided}
         found += [
             f"strategy.tensor={sizes['tensor']} does not divide the model's {each}={count}. Type "
-            "another "
-            "strategy.tensor, or strategy=fsdp."
+            "another strategy.tensor, or strategy=fsdp."
             for each, count in counts.items()
             if isinstance(count, int) and count % sizes["tensor"]
         ]
@@ -87,8 +86,7 @@ def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         found.append(
             f"strategy.context={context}: {name} has BatchNorm, whose statistics are over all "
-            "positions. Type "
-            "strategy=fsdp, or take another norm."
+            "positions. Type strategy=fsdp, or take another norm."
         )
     return found
 

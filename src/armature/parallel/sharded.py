@@ -40,6 +40,10 @@ def guard() -> None:
     dispatcher = DTensor._op_dispatcher
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
     handlers[aten._local_scalar_dense.default] = _read
+    # Lightning's BaseFinetuning compares sharded and whole weights
+    handlers[aten.equal.default] = lambda op, pair, kwargs: (
+        pair[0].shape == pair[1].shape and op(*map(whole, pair))
+    )
     handlers[aten._foreach_norm.Scalar] = _norms
     handlers[aten._foreach_mul_.Tensor] = _multiply
     for draw in (aten.normal_, aten.uniform_, aten.randn_like, aten.rand_like):

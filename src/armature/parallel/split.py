@@ -91,8 +91,7 @@ def stage_ownership_problems(model: nn.Module) -> list[str]:
     names = ", ".join(name for name, _ in model.named_parameters(recurse=False))
     problem = (
         f"{type(model).__name__} holds {names} itself, so no pipeline stage owns it. Put it into a "
-        "submodule that the "
-        "plan names in first or last."
+        "submodule that the plan names in first or last."
     )
     return [problem] if names else []
 

@@ -65,8 +65,7 @@ class TargetWeights:
         if self._gradient_scale is not None:
             self.reset()
         if callable(how):
-            number = how(batch).to(torch.float32).clamp(min=MIN_TARGETS)
-            self.batch_targets = number / TARGETS_PER_UNIT
+            self.batch_targets = how(batch).float().clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
             return
         found = batch if isinstance(batch, Mapping) else {}
         if "labels" in found and "targets" not in found:

@@ -60,10 +60,9 @@ def sharded_like(target: Any, value: Any) -> Any:
         not isinstance(target, DTensor)
         or isinstance(value, DTensor)
         or not isinstance(value, Tensor)
+        or value.shape != target.shape  # load_state_dict names it
     ):
         return value
-    if value.shape != target.shape:
-        return value  # load_state_dict names it
     value = value.to(target.device, target.dtype)
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 

@@ -67,8 +67,7 @@ def compare(reference: Path, other: Path, *, exact: bool, last_step: int | None 
 
 def first(cells: Mapping[str, Cell]) -> Cell | None:
     """Return the broken cell of the earliest step, or None if the contract holds."""
-    broken = [cell for cell in cells.values() if cell.broken]
-    return min(broken, key=_order, default=None)
+    return min((cell for cell in cells.values() if cell.broken), key=_order, default=None)
 
 
 def _order(cell: Cell) -> tuple[float, float]:

@@ -63,6 +63,8 @@ class DDP(StrategyMixin, DDPStrategy):
         "Expected to have finished reduction":
             "Some parameters took no part in the loss of a step, so ddp waits for their gradients. "
             "Type strategy.find_unused_parameters=true, or freeze them.",
+        "doesn't have any parameter that requires a gradient":
+            "Nothing is trained, so ddp has nothing to average. Type strategy=single.",
     }  # fmt: skip
 
     def __init__(

@@ -114,7 +114,7 @@ class GradientMixin(LayoutMixin):
         automatic = self.module.automatic_optimization
         if self.on_nan != "skip" or not automatic or not self.masks_updates:
             return None
-        if (searches := next(filter(needs_closure, self.optimizers), None)) is not None:
+        for searches in filter(needs_closure, self.optimizers):
             raise ConfigError(
                 f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between "
                 "several gradients of a step, which cannot be left out. Type trainer.on_nan=stop."
@@ -122,28 +122,28 @@ class GradientMixin(LayoutMixin):
         return UpdateMask(self.module)
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, *args: Any, **kwargs: Any) -> Any:
         complete, result, left_out = self.completes_step, None, False
         self.steps_made[optimizer] += 1
+        if needs_closure(optimizer):  # a line search compares losses, which are those of all ranks
+            own, closure = closure, lambda: self.reduce(own())
         try:
-            try:
-                result = super().optimizer_step(optimizer, *args, **kwargs)
-            except StepLeftOut:  # of the mask
-                left_out = True
-            self._rebalance_experts(complete, left_out=left_out)
-            return result
-        finally:
-            if self.update_mask is not None:
-                if self.scaler is not None:
-                    self.update_mask.left_out = self.skipped_step
-                self.update_mask.step_ended()
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        except StepLeftOut:  # of the mask
+            left_out = True
+        self._rebalance_experts(complete, left_out)
+        if self.update_mask is not None:
+            if self.scaler is not None:
+                self.update_mask.left_out = self.skipped_step
+            self.update_mask.step_ended()
+        return result
 
     @property
     def completes_step(self) -> bool:
         """Whether the optimizer's step that is about to be made is one of the run's."""
         return True
 
-    def _rebalance_experts(self, complete: bool, *, left_out: bool) -> None:
+    def _rebalance_experts(self, complete: bool, left_out: bool) -> None:
         """Let mixtures of experts level the load of the step that was made, which is added up over
         all ranks.
 

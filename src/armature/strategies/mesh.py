@@ -65,17 +65,17 @@ REMEDIES = {
         "A sharded weight cannot be written to a file (safetensors, save_pretrained). On all "
         f"ranks, {WHOLE}; write the file on rank 0.",
     "FSDP does not support deepcopy":
-        "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or "
-        f"{FEWER}",
+        f"A sharded module was copied. Copy it in __init__ or configure_model, or {FEWER}",
     "Can't pickle <class 'torch.distributed.fsdp":
-        "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a "
-        "part of it. Call trainer.save_checkpoint on all ranks, or load the run with "
-        f"armature.load; or {FEWER}",
+        "A sharded module cannot be pickled (torch.save, copy through pickle). Call "
+        f"trainer.save_checkpoint on all ranks, or load the run with armature.load; or {FEWER}",
     "storage of size 0": FREED,
     "its data is not allocated yet": FREED,  # from other operators
     "can only be applied to a module once":
-        "Children of the LightningModule share a module. Put them into one module, which calls "
-        f"them; or {FEWER}",
+        f"Two children share a module. Put them into one module that calls them; or {FEWER}",
+    "Timed out waiting":
+        "All ranks must call sharded layers, and what gathers or reduces, equally often: pad what "
+        f"a decoder loops over to one length; or {FEWER}",
     "appears to not have been used in the graph":
         "A unit's forward computes with gathered copies of its weights, of which "
         "torch.autograd.grad knows nothing. Call self.manual_backward(loss), which gives each "
@@ -340,9 +340,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if others and self.sizes["pipe"] > 1:
             raise ValueError(
                 f"strategy.pipe={self.sizes['pipe']}: {type(module).__name__} has parameters "
-                "outside of its model, and "
-                f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the "
-                "model."
+                "outside of its model, and no stage of the pipeline owns them: "
+                f"{', '.join(others)}. Move them into the model."
             )
         if mesh.data_mesh(self.device_mesh).size() > 1:
             self.averaged = gradients.AveragedGradients(mesh.data_group(self.device_mesh))

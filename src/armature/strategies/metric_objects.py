@@ -46,5 +46,4 @@ def _gather(
     elif value is not own[0]:
         return []
     of_ranks = process_group.all_gather_object([each.detach().cpu() for each in own])
-    found = [each.to(value.device) for rank in ranks for each in of_ranks[rank]]
-    return found or [value]
+    return [each.to(value.device) for rank in ranks for each in of_ranks[rank]] or [value]

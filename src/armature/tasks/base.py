@@ -166,8 +166,7 @@ class Task(L.LightningModule):
         if isinstance(batch, dict) and "documents" in batch:
             raise ConfigError(
                 f"{type(self).__name__} does not read the documents of packed rows, which would be "
-                "mixed. Type "
-                "data.source.packing=false, or override loss_of as "
+                "mixed. Type data.source.packing=false, or override loss_of as "
                 "armature.tasks.language_modeling does."
             )
         return self.model(*inputs_and_targets(batch))

@@ -55,8 +55,7 @@ class LanguageModeling(Task):
         if packed and "documents" not in inspect.signature(type(self.model).forward).parameters:
             raise ConfigError(
                 f"{type(self.model).__name__}.forward takes no documents (B, T): packed "
-                "conversations would be mixed. "
-                "Type data.source.packing=false."
+                "conversations would be mixed. Type data.source.packing=false."
             )
         return self.model(*inputs_and_targets(batch), **packed)
 

@@ -41,8 +41,7 @@ class Display(Callback):
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
         if self._enabled:
-            text = sep.join(map(str, args))
-            print(f"{self._before}{text}", end=end, file=sys.stderr, flush=True)
+            print(f"{self._before}{sep.join(map(str, args))}", end=end, file=sys.stderr, flush=True)
             self._before = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,8 +143,7 @@ class Bar(Display, ProgressBar):
         unit = "samples" if log.tokens_per_sample is None else "tokens"
         loss = f"loss {log.last['train/loss']:.4f} " if "train/loss" in log.last else ""
         lr = f"lr {log.last['lr']:.2e} " if "lr" in log.last else ""
-        waits = log.data_wait > MAX_DATA_WAIT
-        waiting = f" {log.data_wait:.0%} waiting for data" if waits else ""
+        waiting = f" {log.data_wait:.0%} waiting for data" if log.data_wait > MAX_DATA_WAIT else ""
         rate = log.rate * (log.tokens_per_sample or 1)
         return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}"
 

@@ -100,8 +100,7 @@ class NotFiniteGuard(L.Callback):
         event |= {name: str(value) for name, value in values.items()}
         file = self.run_dir / FILE
         if trainer.is_global_zero:
-            events = [*_events(file), event]
-            files.replace(file, json.dumps({"events": events}, indent=1) + "\n")
+            files.replace(file, json.dumps({"events": [*_events(file), event]}, indent=1) + "\n")
         what = " and ".join(f"{name} is {value}" for name, value in values.items())
         text = f"{what} at step {step} (trainer.on_nan={self.policy})"
         if ranks:

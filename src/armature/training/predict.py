@@ -196,9 +196,8 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
         name = f"'{wrong}' " if wrong else ""
         shape = f"of shape {tuple(found.shape)}" if hasattr(found, "shape") else f"{found!r:.60}"
         raise ConfigError(
-            f"{owner}.predict_step returned {name}{shape} for a batch "
-            f"of {count} samples. Its first dimension must be the samples: return a row for each "
-            "of them."
+            f"{owner}.predict_step returned {name}{shape} for a batch of "
+            f"{count} samples. Its first dimension must be the samples: return a row for each."
         )
     values = {name: _plain(column) for name, column in columns.items()}
     return [{name: column[i] for name, column in values.items()} for i in range(count)]

@@ -254,8 +254,7 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
             named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
             new = {name for names in named for name in names} - reached
             reached |= new
-        instead = f"{path}: it refers to itself. Type {path}=… for its value."
-        return [instead] * (path in reached)
+        return [f"{path}: it refers to itself. Type {path}=… for its value."] * (path in reached)
     return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 

@@ -296,8 +296,7 @@ def argument_problems(
 
 def takes_tensor(hint: Any) -> bool:
     """Return whether a type mentions a tensor, also within brackets."""
-    inner = get_args(hint)
-    return getattr(hint, "__name__", "") == "Tensor" or any(map(takes_tensor, inner))
+    return getattr(hint, "__name__", "") == "Tensor" or any(map(takes_tensor, get_args(hint)))
 
 
 def accepts(hint: Any, value: Any) -> bool:
@@ -318,8 +317,7 @@ def accepts(hint: Any, value: Any) -> bool:
     if not inspect.isclass(kind):
         return True
     if kind in (bool, int, float, str):
-        exact = type(value) is kind
-        return exact or (kind is float and type(value) is int)
+        return type(value) is kind or (kind is float and type(value) is int)
     if hasattr(kind, "__fspath__"):
         return isinstance(value, str)
     if issubclass(kind, Mapping):

@@ -53,7 +53,6 @@ def problems(args: Mapping[str, Any]) -> list[str]:
         if (value := args.get(key)) is not None and value % MULTIPLE:
             found.append(
                 f"model.{key}={value} must be a multiple of {MULTIPLE}, which grouped matrix "
-                "products need: type "
-                f"model.{key}={nearest_multiple(value, MULTIPLE)}"
+                f"products need: type model.{key}={nearest_multiple(value, MULTIPLE)}"
             )
     return found

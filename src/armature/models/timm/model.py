@@ -137,8 +137,7 @@ def _build(pretrained: str, classes: int) -> nn.Module:
     if not timm.is_model(architecture):
         raise ValueError(
             f"model.pretrained={pretrained}: timm {timm.__version__} has no "
-            f"architecture={architecture}. Install a "
-            "newer version: code in a folder is never run"
+            f"architecture={architecture}. Install a newer version: code in a folder is never run"
         )
     try:
         with weights_on(torch.get_default_device()):

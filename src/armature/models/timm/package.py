@@ -39,8 +39,7 @@ def load() -> Any:
             del sys.modules[name]
         raise ValueError(
             f"this timm cannot be imported without torchvision ({type(error).__name__}: {error}). "
-            "Install the "
-            "torchvision that belongs to your torch, or make setup EXTRAS=timm"
+            "Install the torchvision that belongs to your torch, or make setup EXTRAS=timm"
         ) from error
     finally:
         sys.meta_path.remove(finder)
