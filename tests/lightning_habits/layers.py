@@ -1,6 +1,7 @@
 """Weights and layers: parametrizations, hooks, buffers, BatchNorm, frozen and late parts."""
 
 import functools
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -325,6 +326,8 @@ HABITS = [
     fsdp(Tied),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),
+    replace(ddp(SetsRows, name="SetsRowsOfAnEngine"), layout="zero2"),
+    replace(ddp(SetsShardedRows, name="SetsRowsOfZero3"), layout="zero3"),
     fsdp(Penalized, sample=True),
     fsdp(InjectsAdapters),
     ddp(StaysInTraining, data=Vectors),

@@ -31,6 +31,8 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
     "ddp2": (2, ("strategy=ddp", "trainer.devices=2")),
     "fsdp2": (2, ("strategy=fsdp", "trainer.devices=2", "strategy.min_num_params=0")),
+    "zero2": (2, ("strategy=deepspeed", "trainer.devices=2")),
+    "zero3": (2, ("strategy=deepspeed_zero3", "trainer.devices=2")),
 }
 SECONDS = 60  # until a run is taken for one that hangs
 WITHIN_EPOCHS = ("trainer.val_every_n_steps=4", "checkpoint.every_n_steps=4")

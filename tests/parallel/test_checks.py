@@ -9,6 +9,7 @@ from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.validation import combinations as checks
+from armature.validation import signatures
 from tests.features import KINDS, OPTIONAL, TYPED, refused
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -128,6 +129,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
                 "data": {"context": 14, "micro_batch_size": 8},
             },
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
+        ),
+        (
+            LAYOUTS["deepspeed"][1],
+            {"task": {"_target_": "tests.lightning_habits.gradients.OwnClipping"}},
+            "task=OwnClipping has a hook of gradients .* Type strategy=fsdp",
         ),
         (
             {"shard": 2, "activation_checkpointing": 0.5},
@@ -330,6 +336,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
 def test_what_cannot_work_is_said_before_launch(
     strategy: dict, arguments: dict, message: str
 ) -> None:
+    signatures.allow(["tests"])
     plan = EXPERTS if "experts" in arguments.get("model", {}) else PLAN
     with pytest.raises(ValueError, match=message):
         raise ValueError("\n".join(found(strategy, **{"plan": plan, **arguments})))

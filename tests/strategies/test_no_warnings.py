@@ -22,6 +22,7 @@ STRATEGIES = {
     "deepspeed_zero3": 2,
 }
 NEEDS = {
+    "context": ["strategy.min_num_params=0"],
     "expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"],
     "mesh": ["strategy.replicate=2", "strategy.tensor=2"],
 }

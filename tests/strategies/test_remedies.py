@@ -3,6 +3,7 @@
 import pytest
 
 from armature.strategies.ddp import DDP
+from armature.strategies.deepspeed import DeepSpeed
 from armature.strategies.mesh import MeshStrategy
 
 WHOLE = "with armature.whole_weights(self)"
@@ -16,6 +17,7 @@ CASES = {  # what torch says, and what is added
     "composable distributed API can only be applied to a module once": (MeshStrategy, "one module"),
     "Timed out waiting 80000ms for send operation to complete": (MeshStrategy, "to one length"),
     "as_strided not supported with DTensor": (MeshStrategy, WHOLE),
+    "The size of tensor a (3) must match the size of tensor b (0)": (DeepSpeed, WHOLE),
     ".numpy() is not supported for tensor subclasses.": (MeshStrategy, WHOLE),
     "Attempted to access the data pointer on an invalid python storage.": (MeshStrategy, WHOLE),
 }

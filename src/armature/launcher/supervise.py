@@ -52,6 +52,11 @@ JOIN_SECONDS = 600  # for all machines to come
 SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
 # never caused by the loss of another rank
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+# so torch ends a rank that receives another size, or nothing
+UNLIKE = (
+    " If it speaks of a collective, ranks have called unlike parts of the model: call each part, "
+    "also an expert or layer that one may skip, on all ranks (its result times 0)."
+)
 # in errors caused by another rank's end
 LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")
 
@@ -423,8 +428,9 @@ def describe(
             None: ", probably out of memory",
             False: "",
         }[oom]
-        what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
-        advice = remedy if name == "SIGKILL" else ""
+        known = {"SIGKILL": (guess, remedy), "SIGABRT": ("", UNLIKE)}
+        guess, advice = known.get(name, ("", ""))
+        what = f"rank {rank} was killed by {name}{guess}"
         return Failure(
             what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None
         )

@@ -99,7 +99,8 @@ class Positions:
         Gradients pass as they are: sharding averages them over these ranks, too.
         """
         total = self.ranks.to_sum(loss.float())  # the default type may be bf16
-        return self.ranks.to_averaged(total / self.size)
+        # divided last: FSDP2 warns of a module that returns a view
+        return self.ranks.to_averaged(total) / self.size
 
     # ------------------------------------------------------------ attention
     def around(self, attend: Callable[..., Tensor], *, style: str) -> Callable[..., Tensor]:

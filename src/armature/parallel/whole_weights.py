@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,7 +36,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
             ordinary[param] = full
         part._parameters[name] = ordinary[param]
     try:
-        yield
+        with _of_engine(module):
+            yield
     finally:
         with torch.no_grad():
             for part, name, param in held:
@@ -43,6 +45,45 @@ def gathered(module: nn.Module) -> Iterator[None]:
             for param, full in ordinary.items():
                 param.copy_(sharded_like(param, full.detach()))
                 param.grad = sharded_like(param, full.grad)
+
+
+@contextmanager
+def _of_engine(module: nn.Module) -> Iterator[None]:
+    """The same for weights of ZeRO-3: a rank has a part of each, and of that an fp32 copy."""
+    held: list[Any] = [param for param in module.parameters() if hasattr(param, "ds_id")]
+    if not held:
+        yield
+        return
+    from deepspeed import utils, zero
+
+    with zero.GatheredParameters(held, modifier_rank=0):
+        before = [param.detach().clone() for param in held]
+        yield
+        for param, old in zip(held, before, strict=True):
+            if hasattr(param, "_z3_optimizer") and not torch.equal(param, old):
+                exact: Any = utils.safe_get_full_fp32_param(param)  # 16 bits round it
+                set_full(param, exact.where(param == old, param.detach().float()))
+
+
+def set_full(param: Any, value: Tensor, key: str | None = None) -> None:
+    """Set this rank's part of a weight that DeepSpeed's engine steps, or of its state of a key,
+    from the whole.
+    """
+    from deepspeed import utils
+
+    set_weight, set_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+    if hasattr(param, "ds_id"):  # these two fail where the last rank's part is padded
+        set_weight, set_state = (
+            utils.safe_set_local_fp32_param,
+            utils.safe_set_local_optimizer_state,
+        )
+        size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
+        part = value.flatten()[size * rank : size * (rank + 1)]
+        value = nn.functional.pad(part, (0, size - part.numel()))
+    if key is None:
+        set_weight(param, value)
+    else:
+        set_state(param, value, key)
 
 
 def whole(value: Any) -> Any:

@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,12 +23,17 @@ from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
 from armature.parallel import sharded, units
+from armature.parallel.whole_weights import set_full
 from armature.strategies.base import StrategyMixin
 from armature.strategies.gradients import StepPrecision
 
 # entries of zero_optimization: elements that are reduced or gathered at once. The engine allocates
 # them in full, and Lightning's values are of large models
 BUCKETS, BUCKET_STEP = ("reduce_bucket_size", "allgather_bucket_size"), 2**20
+IN_PARTS = (
+    "Under ZeRO-3 weights are whole in the forward of their layer alone. Elsewhere in a hook take "
+    "them within `with armature.whole_weights(self):`, or type strategy=fsdp."
+)
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -63,6 +67,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     precision_kind = EnginePrecision
     masks_updates = False  # the engine makes the step
+    remedies: ClassVar = dict.fromkeys(("tensor b (0)", "got [0] but"), IN_PARTS)
 
     def __init__(
         self,
@@ -194,6 +199,19 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the engine clips during its step."""
 
+    @override
+    def prepare_gradients(self, *args: Any) -> None:
+        super().prepare_gradients(*args)
+        self._follow_weights()
+
+    @torch.no_grad()
+    def _follow_weights(self) -> None:
+        """Let the engine's fp32 copies of stages 1 and 2 have what hooks have put into weights."""
+        for param in self.module.parameters():
+            if (copies := getattr(param, "_hp_mapping", None)) is not None:
+                exact, weight = copies.hp_fragment, copies.lp_fragment.to(copies.hp_fragment.device)
+                exact.copy_(exact.where(exact.to(weight.dtype) == weight, weight.float()))
+
     @property
     @override
     def scales_loss(self) -> bool:
@@ -273,6 +291,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
+        self._follow_weights()
         tensors, left_out = {}, self.unchanged_base()
         for i, (name, param) in enumerate(self.module.named_parameters()):
             if name in left_out:
@@ -378,9 +397,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 if not self.zero_stage_3 or self.global_rank == 0:
                     param.data.copy_(full[name])
             if name in self._stepped:
-                self._set_full(param, full[name])
+                set_full(param, full[name])
                 for key in keys:
-                    self._set_full(param, full[prefix + key], key)
+                    set_full(param, full[prefix + key], key)
         for name, value in self.extra_tensors().items():
             if name in saved:
                 value.copy_(state.load_tensors(path, [name], saved)[name])
@@ -396,28 +415,6 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 checkpoint[state.OPTIMIZER][0]["param_groups"],
                 next(iter(self.built_groups), ()),
             )
-
-    def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's part of a weight that the engine steps, or of its state of a key, from
-        the whole.
-        """
-        from deepspeed import utils
-
-        set_weight, set_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
-        if self.zero_stage_3 and param.ds_numel % dist.get_world_size(param.ds_process_group):
-            # the last rank's part is padded, where these two fail
-            set_weight, set_state = (
-                utils.safe_set_local_fp32_param,
-                utils.safe_set_local_optimizer_state,
-            )
-            size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
-            part = value.flatten()[size * rank : size * (rank + 1)]
-            value = nn.functional.pad(part, (0, size - part.numel()))
-        value = value.to(self.root_device)
-        if key is None:
-            set_weight(param, value)
-        else:
-            set_state(param, value, key)
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value

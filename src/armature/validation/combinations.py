@@ -35,6 +35,7 @@ from armature.validation import signatures
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 FLOAT8_CAPABILITY = (8, 9)
 QUANTIZED_BLOCK = 64  # elements of a row that share a scale (`finetune.nf4`)
+OF_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 WHOLE = ("single", "ddp")  # kinds in which every rank holds the whole model
 DIRECT_PREFERENCE = "armature.tasks.direct_preference.DirectPreference"
 
@@ -180,6 +181,15 @@ _FOLDS = "or -m 'data.fold=range(5)' data.folds=5 for a run of each."
 
 RULES: dict[str, Rules] = {
     "task": [
+        (
+            lambda r: (
+                r.layout.kind == "deepspeed"
+                and any(signatures.defines(str(r["task._target_"]), hook) for hook in OF_GRADIENTS)
+            ),
+            f" has a hook of gradients (one of {', '.join(OF_GRADIENTS)}), which would find none: "
+            "DeepSpeed's engine keeps them. Type strategy=fsdp, or leave the hook out "
+            "(trainer.gradient_clip_val=1.0 clips).",
+        ),
         (
             lambda r: None not in r.modalities and len({*r.modalities}) > 1,
             " trains on {r.modalities[0]}, but model={r[model]} takes {r.modalities[1]}. "
