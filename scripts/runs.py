@@ -79,8 +79,8 @@ def main() -> None:
     args = parser.parse_args()
     if missing := [str(path) for path in args.paths if not os.path.isdir(path)]:
         parser.error(
-            f"no such folder: {', '.join(missing)}. Name the folder of your runs (run.root), or "
-            "train one first"
+            f"no such folder: {', '.join(missing)}. Name the folder of your runs (run.root) alone, "
+            "without a word such as list, or train one first"
         )
     found = {
         os.path.realpath(path): path for path in reversed([*find(args.paths)])

@@ -136,6 +136,13 @@ CASES = {
     ),
     "more GPUs than there are": (["trainer.accelerator=gpu", "trainer.devices=99"], ["trainer."]),
     "beside a sweep": (["-m", "seed=0,1", "model.heads=3"], ["1 problem:", "model.heads=3"]),
+    "beside groups that the task does not take": (
+        [
+            *("--config-dir", str(ROOT / "tests" / "plain_configs")),
+            *("experiment=plain", "data=digits", "trainer.max_steps=-1"),
+        ],
+        ["1 problem:", "trainer.max_steps=-1"],
+    ),
 }
 
 
@@ -160,6 +167,7 @@ COMMANDS = (
     "a value of a sweep",
     "a folder that is not there",
     "a launcher nobody knows",
+    "beside groups that the task does not take",
 )
 SWEEPS = [name for name, (words, _) in CASES.items() if "-m" in words and name not in COMMANDS]
 

@@ -198,6 +198,22 @@ def test_every_start_of_a_run_has_the_same_id(tmp_path):
     assert run_dir.read(tmp_path / cfg.run.name).run.id == first
 
 
+@pytest.mark.guarantee
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_refused_start_leaves_the_settings_of_the_last_checkpoint(tmp_path, saved):
+    cfg = run_dir.decide(config(tmp_path, task={"width": 1}), label="x")
+    folder = run_dir.write(cfg, ["a"])
+    names = "config.yaml", "overrides.txt"
+    before = [((folder / n).read_text(), (folder / n).stat().st_mtime_ns) for n in names]
+    cfg.task.width = 2
+    run_dir.write(cfg, ["b"])
+    if saved:
+        checkpoint_at(folder / "checkpoints" / "step=000001")
+    run_dir.release(cfg)
+    after = [((folder / n).read_text(), (folder / n).stat().st_mtime_ns) for n in names]
+    assert (after == before) != saved
+
+
 def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkeypatch):
     code = tmp_path / "code"
     code.mkdir()

@@ -99,6 +99,11 @@ def join(cfg: DictConfig) -> bool:
                 "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
                 "or type launch.rdzv_endpoint=HOST:PORT on each machine."
             )
+        elif not cfg.launch.rdzv_endpoint and environment.is_under_mpirun():
+            problems.append(
+                "mpirun started several processes, each of which would be a run of its own. Leave "
+                "out mpirun: this command starts its ranks itself; or take srun or torchrun."
+            )
     elif environment.rank() >= started:
         problems.append(
             f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}"
@@ -110,7 +115,10 @@ def join(cfg: DictConfig) -> bool:
             f"Type trainer.devices={local} trainer.num_nodes={started // local or 1}. {left_over}"
         )
     elif started > 1 and environment.meets_nowhere():
-        problems.append(f"WORLD_SIZE={started} without MASTER_ADDR: ranks cannot meet. {left_over}")
+        problems.append(
+            f"WORLD_SIZE={started} without MASTER_ADDR and MASTER_PORT: ranks cannot meet. "
+            f"{left_over}"
+        )
     if devices * nodes > 1:
         problems += environment.unknown_interfaces(gpus=cfg.trainer.accelerator == "gpu")
     if problems:

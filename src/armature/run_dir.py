@@ -50,6 +50,8 @@ FILES = (
 TRACE = "trace"  # the folder of what callbacks/trace.py records
 # values of run.root that did not exist when this process decided on a run directory
 _new_roots: set[Path] = set()
+# by file of the run directory: what it was before this start, when, and the last checkpoint then
+_replaced: dict[Path, tuple[str, int, Path | None]] = {}
 
 
 def default_name(label: str) -> str:
@@ -134,8 +136,15 @@ def _claim(folder: Path) -> bool:
 
 
 def release(cfg: DictConfig) -> None:
-    """Remove the directories that this command created, if it is refused and nothing is in them."""
+    """Undo what `write` and `decide` have done, if the command is refused: remove the directories
+    that are empty, and put back the files of a run that has no new checkpoint.
+    """
     root = Path(cfg.run.root)
+    for file, (text, changed, checkpoint) in _replaced.items():
+        with contextlib.suppress(OSError):
+            if checkpoint == resume.last_checkpoint(Path(cfg.run.dir), cfg):
+                files.replace(file, text)
+                os.utime(file, ns=(changed, changed))  # older than the summary of a run that ended
     for folder in (Path(cfg.run.dir), *([root] if root in _new_roots else [])):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -190,6 +199,11 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(config.unresolved(cfg), config.without_secrets(cfg))
     typed = run_dir / "overrides.txt"
+    last = resume.last_checkpoint(run_dir, cfg)
+    _replaced.clear()
+    for file in (run_dir / "config.yaml", typed):
+        if file.is_file():
+            _replaced[file] = file.read_text(errors="replace"), file.stat().st_mtime_ns, last
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
     try:
         files.clear_parts(run_dir)

@@ -61,6 +61,20 @@ def test_a_name_of_rank_0s_machine_may_become_known_later_and_is_named_if_nobody
         environment.wait_for_main_address(seconds=0)
 
 
+def test_a_first_machine_may_start_later_and_is_named_if_it_does_not(monkeypatch, capsys):
+    connect = Mock(side_effect=[OSError("refused"), Mock()])
+    monkeypatch.setattr(environment.socket, "create_connection", connect)
+    monkeypatch.setattr(environment.time, "sleep", lambda seconds: None)
+    environment.wait_for_endpoint("192.0.2.1:29500", seconds=9)
+    assert "does not answer (refused). Waiting up to 9 s." in capsys.readouterr().err
+    connect.side_effect = OSError("refused")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 does not answer \(refused\). Type"):
+        environment.wait_for_endpoint("192.0.2.1:29500", seconds=0)
+    connect.reset_mock()
+    environment.wait_for_endpoint("localhost:29500", seconds=0)
+    connect.assert_not_called()
+
+
 @pytest.mark.parametrize("typed", [None, "", "7", "random"])
 def test_all_ranks_have_one_order_of_sets_unless_the_user_has_chosen(typed, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

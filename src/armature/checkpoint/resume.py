@@ -136,7 +136,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
             if then != now and not may_change:
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
-                    f"Type {key}={then}, or another run.name to start from step 0."
+                    f"Type {key}={then}, or another run.name without resume=, to begin at step 0."
                 )
     return found
 

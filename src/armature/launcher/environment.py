@@ -32,7 +32,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -148,7 +148,8 @@ def main_address() -> str:
 
 def meets_nowhere() -> bool:
     """Return whether nothing says where the ranks meet: no launcher started this process."""
-    return not os.environ.get("MASTER_ADDR") and store_file() is None
+    met = os.environ.get("MASTER_ADDR") and number("MASTER_PORT", 0)
+    return not met and store_file() is None
 
 
 def wait_for_main_address(*, seconds: float = NAME_SECONDS) -> None:
@@ -158,22 +159,52 @@ def wait_for_main_address(*, seconds: float = NAME_SECONDS) -> None:
     Raises:
         ConfigError: it does not within `seconds`. torch would try for many minutes without a word.
     """
-    deadline = time.monotonic() + seconds
+    what = f"MASTER_ADDR={main_address()}: this machine cannot resolve the name"
+    _retry(lambda: socket.getaddrinfo(main_address(), None), what, EXPORT_NAME, seconds=seconds)
+
+
+def wait_for_endpoint(endpoint: str, *, seconds: float) -> None:
+    """Return when HOST:PORT answers, or is on this machine.
+
+    Raises:
+        ConfigError: it does not within `seconds`. torch would try for a minute or two, in which no
+            signal ends this process.
+    """
+    host, _, port = endpoint.rpartition(":")
+
+    def reach() -> None:
+        try:
+            socket.create_server((host, 0)).close()  # fails for another machine's address
+        except OSError:
+            socket.create_connection((host, int(port)), timeout=5).close()
+
+    remedy = "Type the same command on that machine, too, or correct the address."
+    what = f"launch.rdzv_endpoint={endpoint} does not answer"
+    _retry(reach, what, remedy, seconds=seconds)
+
+
+def _retry(attempt: Callable[[], object], what: str, remedy: str, *, seconds: float) -> None:
+    """Call this until it succeeds, or raise ConfigError after `seconds`. Tell the first failure."""
+    deadline, told = time.monotonic() + seconds, False
     while True:
         try:
-            socket.getaddrinfo(main_address(), None)
+            attempt()
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name "
-                    f"({error}). {EXPORT_NAME}"
-                ) from None
+                raise ConfigError(f"{what} ({error}). {remedy}") from None
+            if not told:
+                print(f"{what} ({error}). Waiting up to {seconds} s.", file=sys.stderr)
+            told = True
         time.sleep(1)
 
 
 def main_port() -> int:
     return number("MASTER_PORT", 29500)
+
+
+def is_under_mpirun() -> bool:
+    return any(number(name, 1) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
 
 
 def is_under_agent() -> bool:

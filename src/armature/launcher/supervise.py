@@ -251,6 +251,8 @@ def start_ranks(
         **variables,
     }
     try:
+        if endpoint:
+            environment.wait_for_endpoint(endpoint, seconds=join_seconds)
         with env_override(needed):  # and after it as before: a sweep's next trial starts here
             elastic_launch(config, sys.executable)("-u", "-P", "-m", module, folder)
     except RendezvousError as error:

@@ -137,10 +137,7 @@ def without_failed(
     A module that uses self.logger.experiment still finds one.
     """
     if problems and not resumes:
-        remedy = (
-            "Correct its group in the configuration or start its service, or type "
-            "logger=tensorboard."
-        )
+        remedy = "Correct its group, start its service or make room, or type logger=none."
         raise ConfigError([f"logger: {problem} {remedy}" for problem in problems.values()])
     for problem in problems.values():
         log.error("%s The run resumes without it; metrics.csv has the same numbers.", problem)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch import nn
 
+from armature.errors import ConfigError, error_line
 from armature.launcher import environment
 
 T = TypeVar("T")
@@ -83,9 +84,19 @@ def init(
     meeting_point = _meeting_point(store)
     if not meeting_point:
         environment.wait_for_main_address()
-    dist.init_process_group(
-        backend, timeout=timeout, device_id=device if "nccl" in backend else None, **meeting_point
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+            **meeting_point,
+        )
+    except (ValueError, dist.DistNetworkError) as error:  # no port, or a taken one
+        raise ConfigError(
+            f"MASTER_PORT={environment.main_port()}: ranks cannot meet ({error_line(error)}). "
+            f"Start all, with a port that is free on {environment.main_address()} (under srun, "
+            "type unset MASTER_PORT)."
+        ) from error
     cpu_group()  # all ranks make it together
 
 

@@ -212,8 +212,8 @@ class _Search:
             )
         return self._found(
             where,
-            "a value of this rank's batch alone (its mean, largest value or size), or a draw from "
-            "a generator of its own",
+            "a value of this rank's batch alone (its mean, largest value or size), a draw from a "
+            "generator of its own, or a plan that splits fused queries, keys and values",
         )
 
     def _draws(self) -> bool:

@@ -30,6 +30,8 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
     handler = open_log(directory / "logs" / f"rank_{environment.rank():04d}.log")
+    # on a full disk, where each line's traceback would hide what the terminal says of it
+    handler.handleError = lambda record: None
     hide_secrets(cfg)
     handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)

@@ -64,11 +64,10 @@ def check(
     try:
         if problems := _key_problems(cfg):
             raise ConfigError(problems)
-        if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
+        classes = _of_classes(cfg, overrides) or _interpolation_problems(cfg)
+        if not classes and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
-            raise ConfigError(
-                _interpolation_problems(cfg) or _device_problems(cfg) + _own_problems(cfg)
-            )
+            raise ConfigError(_device_problems(cfg) + _own_problems(cfg))
         return _checked(cfg, prepare=prepare, open_data=open_data, overrides=overrides)
     except ConfigError as error:
         problems = [*error.problems, *typed_problems(cfg, overrides)]

@@ -16,7 +16,7 @@ from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.project import config_file
-from armature.validation import compose
+from armature.validation import compose, foreign_keys, values
 from armature.validation.composing import composing
 from armature.validation.quoting import quoted
 
@@ -57,7 +57,10 @@ def apply(
                 cfg[key] = _option(key, value)
         # keys of a loader are of a plain LightningDataModule
         elif not (changes or of_callback) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
-            add = f" To add it, type +{override}." if of_callback and changes else ""
+            known = [path for path, _ in values.walk(config.unresolved(cfg))]
+            add = foreign_keys.nearest(key, known)
+            if of_callback and changes:
+                add = f" To add it, type +{override}."
             what = f"{override}: the run's configuration has no key"
             problems.append(f"{what} '{parsed.key_or_group}'.{add}")
     if problems:
