@@ -114,7 +114,6 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     overrides[0] = "seed=2,3"
     other = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher, check=False)
     assert other.returncode == 2
-    assert "trained with other settings" in other.stderr
     assert "seed=0 there, 2 here" in other.stderr
 
 
@@ -126,24 +125,20 @@ def test_a_trial_that_was_begun_with_other_values_is_refused(monkeypatch, tmp_pa
     trial = cli.compose(["seed=1", "trainer.accelerator=cpu"])
     trial = run_dir.decide(trial, label="x", trial=f"{tmp_path}/sweep/0")
     before = trial.copy()
-    before.seed = 0
+    before.seed, before.checkpoint.monitor = 0, "f1"
     run_dir.write(before, [])
-    with pytest.raises(
-        ConfigError,
-        match=r"holds a trial that was begun with other settings: .*seed=0 there, 1 here",
-    ):
+    begun = "holds a trial that was begun with other settings: checkpoint.monitor=f1 there, .*"
+    with pytest.raises(ConfigError, match=rf"{begun}seed=0 there, 1 here"):
         launch._run(trial, [], alone=False)
     assert run_dir.read(Path(trial.run.dir)).seed == 0
 
 
 @pytest.mark.guarantee
 def test_a_finished_run_says_so_and_stops(single, corpus):
-    started = time.monotonic()
     result = running.train(
         "run.name=run", "logger=tensorboard", cwd=single.parents[1], corpus=corpus
     )
     assert "is finished (6 steps)" in result.stderr
-    assert time.monotonic() - started < 60
     assert len(running.rows(single)) == 6
     earlier = f"resume={single / 'checkpoints' / 'step=000003'}"
     words = ["run.name=run", "logger=tensorboard", earlier]

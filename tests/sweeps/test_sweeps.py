@@ -196,8 +196,7 @@ def test_both_ends_are_checked_before_the_first_trial():
 def make(folder: Path, number: int, metric: float | None, **values: object) -> None:
     trial = folder / str(number)
     trial.mkdir(parents=True)
-    cfg = cli.compose(["experiment=example"])
-    policy = {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}
+    policy = {"monitor": "val/accuracy", "mode": "max"}
     kept = {"checkpoint": policy, "seed": values.get("seed", 9)}
     (trial / "config.yaml").write_text(yaml.safe_dump(kept))
     (trial / "overrides.txt").write_text(
@@ -255,6 +254,13 @@ def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
     assert re.search(r"^1e-2 +2 +0.91 ± 0.014$", printed, re.MULTILINE)
     assert f"best: {grid / '3'}" in printed
     assert [row["trial"] for row in ranks(grid)] == ["3", "2", "1", "0", "10"]
+    for file in grid.glob("*/summary.json"):
+        file.write_text('{"metrics": {"f1": 0.9}}')
+    conclude.conclude(grid)
+    assert (
+        "no trial has logged it. Type another run.name, and checkpoint.monitor= with one of f1"
+        in capsys.readouterr().err
+    )
 
 
 # ---------------------------------------------------------------- trials that are refused

@@ -19,7 +19,7 @@ from armature.validation import signatures
 
 MODES = ("auto", "never", "required")
 GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler", "callbacks", "trainer")
-RESULT_GROUPS = GROUPS[:6]
+RESULT_GROUPS = (*GROUPS[:6], "checkpoint")
 NO_EFFECT = (  # names of keys that do not change the result
     "num_workers",
     "micro_batch_size",
@@ -179,12 +179,12 @@ def differences(
         {k: v for group in groups for k, v in flat(each.get(group), group).items()}
         for each in (here, there)
     )
-    pairs = {key: (now.get(key), then.get(key)) for key in sorted(now.keys() | then.keys())}
     return {
         key: (one, other)
-        for key, (one, other) in pairs.items()
+        for key in sorted(now.keys() | then.keys())
         if key.rpartition(".")[2] not in NO_EFFECT
-        and one != other
+        and (not key.startswith("checkpoint.") or key in ("checkpoint.monitor", "checkpoint.mode"))
+        and (one := now.get(key)) != (other := then.get(key))
         and not (isinstance(one, str) and isinstance(other, str) and _is_same(one, other))
     }
 

@@ -75,6 +75,11 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
         )
     if sweep.ranked:
         lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
+    elif logged := sorted({name for trial in sweep.trials for name in trial.metrics}):
+        lines.append(
+            f"checkpoint.monitor={sweep.monitor}: no trial has logged it. Type another run.name, "
+            f"and checkpoint.monitor= with one of {', '.join(logged)}."
+        )
     print(masked("\n".join(lines)), file=sys.stderr)
 
 

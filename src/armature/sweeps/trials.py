@@ -97,23 +97,18 @@ def metric(path: Path, monitor: str) -> float | None:
 
 def begun(folder: Path) -> list[Path]:
     """Return the directories of the trials that have begun, in order; [] if it is no sweep."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    numbered = [path for path in found if path.name.isdecimal() and has_begun(path)]
+    numbered = [
+        file.parent
+        for file in folder.glob("*/overrides.txt")
+        if file.parent.name.isdecimal() and file.with_name("config.yaml").is_file()
+    ]
     return sorted(numbered, key=lambda path: int(path.name))
-
-
-def has_begun(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and (path / "overrides.txt").is_file()
 
 
 def newest_start(path: Path) -> list[str]:
     """Return the overrides of the newest start; each start appends its own."""
-    return (
-        (path / "overrides.txt")
-        .read_text(encoding="utf-8", errors="replace")
-        .split("\n\n")[-1]
-        .splitlines()
-    )
+    typed = (path / "overrides.txt").read_text(encoding="utf-8", errors="replace")
+    return typed.split("\n\n")[-1].splitlines()
 
 
 def _typed(path: Path) -> dict[str, str]:

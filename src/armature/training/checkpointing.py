@@ -185,12 +185,11 @@ class Checkpointing(RunHooks, Checkpoint):
             and not self._warned_of_monitor
         ):
             self._warned_of_monitor = True
-            logged = sorted(trainer.callback_metrics)
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
                 "best. Type checkpoint.monitor= with one of %s, or checkpoint.keep_best=0.",
                 self.policy.monitor,
-                ", ".join(logged) or "the names that validation logs",
+                ", ".join(sorted(trainer.callback_metrics)) or "the names that validation logs",
             )
         if self._due or self._is_best(score):
             self._save(trainer, score)
@@ -330,7 +329,7 @@ class Checkpointing(RunHooks, Checkpoint):
             )
             raise NotSaved(message) from error
         if trainer.is_global_zero:
-            follows = "The run ends, and resumes from that one." if last else (
+            follows = "The run ends." if last else (
                 "Training continues, and the next save tries again; checkpoint.on_failure=stop "
                 "ends the run instead."
             )  # fmt: skip
@@ -344,10 +343,9 @@ class Checkpointing(RunHooks, Checkpoint):
         with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
             directory.clear_leftovers(self.folder)
             newest = directory.read_last(self.folder) or "none yet"
-        earlier = f"Earlier ones are untouched (last: {newest})."
         return (
-            f"The checkpoint of step {step} could not be saved: "
-            f"{' '.join(str(error).split())}. {earlier}"
+            f"The checkpoint of step {step} could not be saved: {' '.join(str(error).split())}. "
+            f"Earlier ones are untouched (last: {newest})."
         )
 
     def _saved(self, checkpoint: Path) -> None:
