@@ -1,6 +1,7 @@
 """What ranks must have alike is compared, and what differs is named with ranks and amounts."""
 
 import logging
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,9 @@ def test_another_stage_of_a_pipeline_may_have_other_groups():
 
 
 def test_ranks_that_share_samples_must_have_the_same_first_batch():
-    one, other = (digest({"x": torch.full((2,), value), "id": "text"}) for value in (1.0, 2.0))
+    # as the batches of transformers' collators
+    batches = (UserDict({"x": torch.full((2,), value), "id": "text"}) for value in (1.0, 2.0))
+    one, other = map(digest, batches)
     assert one != other
     assert [*differences([rank() | {"batch": one}, rank(place=1) | {"batch": other}])] == []
     (found,) = differences([rank() | {"batch": one}, rank() | {"batch": other}])
@@ -126,3 +129,5 @@ def test_ranks_that_begin_with_the_same_samples_are_named():
     assert found is not None
     assert "ranks 0 and 2" in found
     assert same_everywhere.repeated([one, one, other | {"batch": "y"}]) is None
+    unknown = {"batch": digest(object())}  # a class whose tensors only its methods know
+    assert same_everywhere.repeated([one | unknown, other | unknown]) is None

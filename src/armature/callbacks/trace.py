@@ -7,7 +7,7 @@ be compared with the same batch in one process.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.data.samples import tensors
 from armature.run_dir import TRACE
 from armature.training import user_state
 from armature.training.progress import completed_batches
@@ -186,18 +187,6 @@ def _random_state() -> bytes:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return b"".join(state.numpy().tobytes() for state in states)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
 
 
 def sample_digests(batch: Any) -> tuple[list[str], str]:

@@ -5,7 +5,7 @@ Runs in the loader's processes, or in the training process.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,6 +165,18 @@ def digest(value: Any) -> str:
         elif isinstance(leaf, int | float | str | np.generic):
             checksum.update(repr(leaf).encode())
     return checksum.hexdigest()
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors(each)
 
 
 def has_targets(batch: Any) -> bool:

@@ -200,8 +200,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         """Nothing: the engine clips during its step."""
 
     @override
-    def prepare_gradients(self, *args: Any) -> None:
-        super().prepare_gradients(*args)
+    def prepare_gradients(self, *args: Any, **kwargs: Any) -> None:
+        super().prepare_gradients(*args, **kwargs)
         self._follow_weights()
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from armature.data import samples
 from armature.errors import ConfigError
 from armature.parallel import gradients, process_group
 from armature.strategies.base import StrategyMixin
@@ -218,6 +218,6 @@ def sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 
 def digest(batch: Any) -> str:
-    """Return a fingerprint of a batch's tensors."""
-    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    return user_state.digest([gradients.local_part(leaf) for leaf in leaves]).hex()
+    """Return a fingerprint of a batch's tensors; nothing if only its own class knows them."""
+    parts = [gradients.local_part(each) for each in samples.tensors(batch)]
+    return user_state.digest(parts).hex() if parts else ""
