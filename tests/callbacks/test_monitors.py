@@ -151,26 +151,18 @@ def test_metrics_csv_is_the_same_with_monitors(tmp_path):
     ).read_bytes()
 
 
-def test_each_second_of_a_step_is_in_one_phase(tmp_path):
+def test_rates_and_memory_are_columns_of_timings(tmp_path):
     monitors = Monitors(norms_every_n_steps=None, peak_tflops=1)
-    fit(tmp_path, monitors, model_pause=0.004, data_pause=0.002, accumulate=2, steps=20)
-    have = table(tmp_path / "timings.csv")[1:]
-    assert len(have) == 9
+    fit(tmp_path, monitors, accumulate=2, steps=20)
+    have = table(tmp_path / "timings.csv")
+    assert len(have) == 10
     for row in have:
-        parts = [
-            row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer", "other")
-        ]
-        assert sum(parts) == pytest.approx(row["seconds_per_step"], rel=1e-3)
-        assert row["time/forward"] > 0.008
-        assert row["time/data"] > 0.004
         assert row["samples_per_second"] == pytest.approx(8 / row["seconds_per_step"], rel=1e-3)
         assert row["samples_per_second_per_rank"] == pytest.approx(
             row["samples_per_second"], rel=1e-3
         )
         assert 0 < row["mfu"] < 1
         assert 0 < row["memory/resident_gib"] <= row["memory/peak_gib"] * 1.1
-    for name in ("backward", "optimizer", "other"):  # a busy machine may hold up some
-        assert min(row[f"time/{name}"] for row in have) < 0.004
 
 
 @pytest.mark.parametrize(("size", "parts"), [(16, 4), (6, 6)])  # of six, two have a loss of NaN
@@ -261,5 +253,5 @@ def test_norms_do_not_depend_on_the_layout(tmp_path):
             assert not norm or float(norm) == pytest.approx(float(expected), rel=1e-4), name
     assert any(row["train/weight_norm"] for row in runs["single"])
     last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert {"samples_per_second_per_rank", "time/backward"} <= last.keys()
+    assert "samples_per_second_per_rank" in last
     assert summary(tmp_path / "outputs/ddp")["world_size"] == 2

@@ -1,6 +1,6 @@
-"""Measure a run's time, memory and weights, in columns besides those of the step log.
+"""Measure a run's rates, memory and weights, in columns besides those of the step log.
 
-Times, memory and MFU go to timings.csv and to the loggers. Norms, which do not depend on the clock,
+Rates, memory and MFU go to timings.csv and to the loggers. Norms, which do not depend on the clock,
 also go to metrics.csv.
 """
 
@@ -20,7 +20,7 @@ from armature.strategies.base import StrategyMixin
 from armature.training import flops
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
-from armature.training.timings import DataWait, Window
+from armature.training.timings import Window
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -30,7 +30,6 @@ class Monitors(L.Callback):
     """Add to the step log what the arguments select.
 
     Args:
-        phases: seconds per step for data, forward, backward, optimizer and the rest (`time/…`).
         mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses;
             and samples and tokens per second of one rank.
         peak_tflops: of one device; None: a GPU's published dense bf16 rate. A CPU has none.
@@ -43,7 +42,6 @@ class Monitors(L.Callback):
     def __init__(
         self,
         *,
-        phases: bool = True,
         mfu: bool = True,
         peak_tflops: float | None = None,
         memory: bool = True,
@@ -55,10 +53,9 @@ class Monitors(L.Callback):
                 raise ValueError(
                     f"callbacks.monitors.{name} must be positive, or null. Got {value}"
                 )
-        self.phases, self.mfu, self.memory, self.peak_tflops = phases, mfu, memory, peak_tflops
+        self.mfu, self.memory, self.peak_tflops = mfu, memory, peak_tflops
         self.norms_every_n_steps = norms_every_n_steps
         self._strategy: StrategyMixin | None = None  # whose weights have a norm
-        self._phases: Phases | None = None
         self._peak: float | None = None
         self._flops: float | None = None
         self._counted = False
@@ -66,11 +63,8 @@ class Monitors(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step_log = StepLog.of(trainer)
-        assert step_log.wait is not None  # the step log is an earlier callback
         self._log, self._process = step_log, psutil.Process()
         step_log.monitors.append(self)
-        if self.phases:
-            self._phases = Phases(step_log.wait)
         if self.mfu:
             self._peak = self._peak_of(trainer.strategy.root_device)
         if self.norms_every_n_steps is not None:
@@ -89,20 +83,8 @@ class Monitors(L.Callback):
             if self._peak is not None:
                 self._flops = _flops_of(pl_module, batch)
             self._log.restart_clock()
-        if self._phases is not None:
-            self._phases.marks = []
-            self._phases.mark()
-
-    @override
-    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._phases is not None:
-            self._phases.mark()
-
-    on_after_backward = on_before_backward
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
-        if self._phases is not None:
-            self._phases.end(stepped=stepped)
         every, strategy = self.norms_every_n_steps, self._strategy
         if every is None or strategy is None or not stepped or completed_batches(trainer) % every:
             return {}
@@ -117,8 +99,6 @@ class Monitors(L.Callback):
                 values["tokens_per_second_per_rank"] = per_rank * self._log.tokens_per_sample
             if self._peak is not None and self._flops is not None:
                 values["mfu"] = self._flops * per_rank / self._peak
-        if self._phases is not None:
-            values |= self._phases.read(window)
         if self.memory:
             values |= memory_of(trainer.strategy.root_device, self._process)
         return values
@@ -136,40 +116,6 @@ class Monitors(L.Callback):
                 "(dense bf16, from its data sheet), or callbacks.monitors.mfu=false."
             )
         return peak
-
-
-class Phases:
-    """Seconds per phase of a step, from marks on the device's clock that are read when rows are
-    written.
-
-    Communication counts in the phase that waits for it: DDP's and FSDP's gradients in backward,
-    FSDP's weights in forward and backward, a pipeline's whole schedule in forward.
-    """
-
-    def __init__(self, wait: DataWait) -> None:
-        self._clock = wait.marks
-        self.marks: list[Any] = []  # of the current micro-batch
-        self._batches: list[tuple[list[Any], bool]] = []
-
-    def mark(self) -> None:
-        self.marks.append(self._clock.mark())
-
-    def end(self, *, stepped: bool) -> None:
-        self.mark()
-        self._batches.append((self.marks, stepped))
-
-    def read(self, window: Window) -> dict[str, float]:
-        """Return the seconds per step of each phase, and drop the marks."""
-        sums = {"data": window.data_wait, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        for marks, stepped in self._batches:
-            if len(marks) != 4:
-                continue  # with manual optimization the hooks come in another order
-            names = ("forward", "backward", *["optimizer"] * stepped)
-            for name, first, second in zip(names, marks, marks[1:], strict=False):
-                sums[name] += self._clock.seconds(first, second)
-        self._batches = []
-        sums["other"] = max(0.0, window.seconds - sum(sums.values()))
-        return {f"time/{name}": value / window.steps for name, value in sums.items()}
 
 
 def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]:

@@ -7,7 +7,6 @@ from typing import Any
 from armature.pages.chart import BUCKETS, Chart, Line, buckets
 from armature.pages.history import History
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
 OF_SPEED = {
     "tokens_per_second": "tokens per second",
     "samples_per_second": "samples per second",
@@ -87,19 +86,14 @@ def experts(run: History) -> list[Chart]:
 
 
 def speed(runs: Sequence[History]) -> list[Chart]:
-    """Return the learning rate and throughput of all runs together, and the split of a step of a
-    single one.
-    """
+    """Return the learning rate and throughput of all runs together."""
     found = [name for name in ("lr", *OF_SPEED) if any(run.curve(name)[0] for run in runs)]
     if {"tokens_per_second", "samples_per_second"} <= {*found}:
         found.remove("samples_per_second")
-    drawn = [
+    return [
         metric(runs, name, raw=name == "lr", title=OF_SPEED.get(name, name), from_zero=name != "lr")
         for name in found
     ]
-    phases = {f"time/{name}": name for name in PHASES}
-    split = together(runs[0], phases, "seconds of a step's phases") if len(runs) == 1 else []
-    return [*drawn, *split]
 
 
 def memory(run: History) -> list[Chart]:

@@ -18,7 +18,6 @@ from armature.pages.page import charts, code, number, page, table, tile
 
 NAME = "report.html"
 SAMPLES = 12  # shown at most: the first, the newest and those between
-HOW_TO_SPLIT = "callbacks=monitors splits a step into data, forward, backward and optimizer."
 
 
 def make(path: Path) -> str:
@@ -33,8 +32,6 @@ def make(path: Path) -> str:
     ):
         if drawn:
             body += [f"<h2>{title}</h2>", charts(drawn)]
-    if not any(name.startswith("time/") for name in run.timings):
-        body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
     body += [*_samples(run), *_starts(run), *_configuration(run), *_environment(run)]
     return masked(page(f"{run.name} · {run.config.get('task._target_') or 'run'}", body))
 
