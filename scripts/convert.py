@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
     source, target = args.source, args.target
     if target.suffix in PROGRAMS:
         raise ConfigError(
-            f"{target}: torch writes programs, from Python: armature.load('{source}').model is "
-            "what torch.export and torch.onnx take (docs/resume.md)."
+            f"{target}: torch writes programs, from Python: torch.export and torch.onnx take the "
+            f"module of armature.load('{source}'), or its model (docs/resume.md)."
         )
     to_file = target.suffix in FILES
     from_file = source.suffix in SOURCES and not source.is_dir()

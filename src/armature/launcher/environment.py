@@ -173,8 +173,9 @@ def wait_for_endpoint(endpoint: str, *, seconds: float) -> None:
     host, _, port = endpoint.rpartition(":")
 
     def reach() -> None:
+        family = socket.getaddrinfo(host or None, 0)[0][0]
         try:
-            socket.create_server((host, 0)).close()  # fails for another machine's address
+            socket.create_server((host, 0), family=family).close()  # of this machine, else it fails
         except OSError:
             socket.create_connection((host, int(port)), timeout=5).close()
 
