@@ -81,13 +81,12 @@ print((folder / "predictions.csv").read_text()[:100])
 
 # %% [markdown]
 # ## Export
-# `model.pt2` is a program of `torch.export`, which needs no class of this project. The name
-# `model.safetensors` exports the weights alone.
+# `torch.export` makes a program, which needs no class of this project.
 
 # %%
-run("python scripts/convert.py outputs/digits model.pt2", folder=folder)
-program = torch.export.load(folder / "model.pt2").module()
+inputs = batch["inputs"]
+torch.export.save(torch.export.export(module.model, (inputs,)), folder / "model.pt2")
 with torch.inference_mode():
-    exported, own = program(batch["inputs"]), module.model(batch["inputs"])
+    exported, own = torch.export.load(folder / "model.pt2").module()(inputs), module.model(inputs)
 torch.testing.assert_close(exported, own, rtol=1e-4, atol=1e-5)
 "the exported program computes the same"

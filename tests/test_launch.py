@@ -114,6 +114,7 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     overrides[0] = "seed=2,3"
     other = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher, check=False)
     assert other.returncode == 2
+    assert "trained with other settings" in other.stderr
     assert "seed=0 there, 2 here" in other.stderr
 
 

@@ -142,7 +142,8 @@ def release(cfg: DictConfig) -> None:
     root = Path(cfg.run.root)
     for file, (text, changed, checkpoint) in _replaced.items():
         with contextlib.suppress(OSError):
-            if checkpoint == resume.last_checkpoint(Path(cfg.run.dir), cfg):
+            own = file.parent == Path(cfg.run.dir)  # not of the sweep's trial before
+            if own and checkpoint == resume.last_checkpoint(file.parent, cfg):
                 files.replace(file, text)
                 os.utime(file, ns=(changed, changed))  # older than the summary of a run that ended
     for folder in (Path(cfg.run.dir), *([root] if root in _new_roots else [])):
@@ -203,7 +204,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     _replaced.clear()
     for file in (run_dir / "config.yaml", typed):
         if file.is_file():
-            _replaced[file] = file.read_text(errors="replace"), file.stat().st_mtime_ns, last
+            _replaced[file] = file.read_text("utf-8", "replace"), file.stat().st_mtime_ns, last
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
     try:
         files.clear_parts(run_dir)

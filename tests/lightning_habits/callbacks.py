@@ -9,11 +9,11 @@ from tests.lightning_habits.regression import Regressor
 
 
 class Finetuned(Regressor):
-    """A backbone that a callback freezes, and a head, which fsdp leaves whole."""
+    """A backbone that a callback freezes, and a head."""
 
-    def __init__(self):
+    def __init__(self, head=nn.Linear):
         super().__init__()
-        self.backbone, self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.RNNCell(8, 1)
+        self.backbone, self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), head(8, 1)
 
     def forward(self, x):
         return self.net(self.backbone(x))
@@ -21,6 +21,13 @@ class Finetuned(Regressor):
     def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+class FinetunedBesideWhole(Finetuned):
+    """fsdp leaves its head whole."""
+
+    def __init__(self):
+        super().__init__(nn.RNNCell)
 
 
 class Unfreeze(BaseFinetuning):
@@ -153,6 +160,7 @@ HABITS = [
     ),
     ddp(Finetuned, callback(Unfreeze), name="Unfreeze", sample=True),
     fsdp(Finetuned, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
+    fsdp(FinetunedBesideWhole, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
     fsdp(WeighsLoss, callback(ChangesLoss)),
     fsdp(Regressor, callback(Probe), name="Probe"),
     ddp(Regressor, callback(OnlineEvaluator), name="OnlineEvaluator", twice=True),

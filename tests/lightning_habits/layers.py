@@ -260,9 +260,14 @@ class SetsRows(Regressor):
 
 
 class SetsShardedRows(SetsRows):
+    def __init__(self):
+        super().__init__()
+        self.net[0].bias.requires_grad = False  # set by the hook alone, as a teacher's weights
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with armature.whole_weights(self.net):
             super().on_train_batch_end(outputs, batch, batch_idx)
+            self.net[0].bias.mul_(0.9)
 
 
 class StaysInTraining(Regressor):

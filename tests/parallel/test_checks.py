@@ -133,7 +133,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         (
             LAYOUTS["deepspeed"][1],
             {"task": {"_target_": "tests.lightning_habits.gradients.OwnClipping"}},
-            "task=OwnClipping has a hook of gradients .* Type strategy=fsdp",
+            "task=OwnClipping has configure_gradient_clipping, .* Type strategy=fsdp",
         ),
         (
             {"shard": 2, "activation_checkpointing": 0.5},

@@ -170,7 +170,8 @@ def wait_for_endpoint(endpoint: str, *, seconds: float) -> None:
         ConfigError: it does not within `seconds`. torch would try for a minute or two, in which no
             signal ends this process.
     """
-    host, _, port = endpoint.rpartition(":")
+    address, _, port = endpoint.rpartition(":")
+    host = address.strip("[]")  # of IPv6
 
     def reach() -> None:
         family = socket.getaddrinfo(host or None, 0)[0][0]

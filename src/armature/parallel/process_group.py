@@ -91,7 +91,8 @@ def init(
             device_id=device if "nccl" in backend else None,
             **meeting_point,
         )
-    except (ValueError, dist.DistNetworkError) as error:  # no port, or a taken one
+    # no port, a taken one, or nobody there
+    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
         raise ConfigError(
             f"MASTER_PORT={environment.main_port()}: ranks cannot meet ({error_line(error)}). "
             f"Start all, with a port that is free on {environment.main_address()} (under srun, "

@@ -60,7 +60,7 @@ def _of_engine(module: nn.Module) -> Iterator[None]:
         before = [param.detach().clone() for param in held]
         yield
         for param, old in zip(held, before, strict=True):
-            if hasattr(param, "_z3_optimizer") and not torch.equal(param, old):
+            if param.requires_grad and not torch.equal(param, old):
                 exact: Any = utils.safe_get_full_fp32_param(param)  # 16 bits round it
                 set_full(param, exact.where(param == old, param.detach().float()))
 

@@ -202,7 +202,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def prepare_gradients(self, *args: Any, **kwargs: Any) -> None:
         super().prepare_gradients(*args, **kwargs)
-        self._follow_weights()
+        if self.completes_step:
+            self._follow_weights()
 
     @torch.no_grad()
     def _follow_weights(self) -> None:

@@ -35,7 +35,6 @@ from armature.validation import signatures
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 FLOAT8_CAPABILITY = (8, 9)
 QUANTIZED_BLOCK = 64  # elements of a row that share a scale (`finetune.nf4`)
-OF_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 WHOLE = ("single", "ddp")  # kinds in which every rank holds the whole model
 DIRECT_PREFERENCE = "armature.tasks.direct_preference.DirectPreference"
 
@@ -184,11 +183,10 @@ RULES: dict[str, Rules] = {
         (
             lambda r: (
                 r.layout.kind == "deepspeed"
-                and any(signatures.defines(str(r["task._target_"]), hook) for hook in OF_GRADIENTS)
+                and signatures.defines(str(r["task._target_"]), "configure_gradient_clipping")
             ),
-            f" has a hook of gradients (one of {', '.join(OF_GRADIENTS)}), which would find none: "
-            "DeepSpeed's engine keeps them. Type strategy=fsdp, or leave the hook out "
-            "(trainer.gradient_clip_val=1.0 clips).",
+            " has configure_gradient_clipping, which would find no gradients: DeepSpeed's engine "
+            "clips. Type strategy=fsdp, or take trainer.gradient_clip_val=1.0 instead of the hook.",
         ),
         (
             lambda r: None not in r.modalities and len({*r.modalities}) > 1,
