@@ -270,6 +270,7 @@ TABLE: list[tuple[Any, ...]] = [
     (f"{ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer", "single_partition_of_fp32_groups"),
     (f"{ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat"),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale"),
+    ("deepspeed.utils.tensor_fragment:tensor_fragment", "hp_fragment"),
     ("deepspeed.ops", "__compatible_ops__"),
     ("optuna.trial:FrozenTrial", "_trial_id"),
 ]

@@ -93,6 +93,8 @@ def init(
         )
     # no port, a taken one, or nobody there
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if meeting_point:  # a store, without a port
+            raise
         raise ConfigError(
             f"MASTER_PORT={environment.main_port()}: ranks cannot meet ({error_line(error)}). "
             f"Start all, with a port that is free on {environment.main_address()} (under srun, "

@@ -60,7 +60,9 @@ def _of_engine(module: nn.Module) -> Iterator[None]:
         before = [param.detach().clone() for param in held]
         yield
         for param, old in zip(held, before, strict=True):
-            if param.requires_grad and not torch.equal(param, old):
+            # it is trained, and the engine is set up
+            trained = param.requires_grad and hasattr(param, "_z3_optimizer")
+            if trained and not torch.equal(param, old):
                 exact: Any = utils.safe_get_full_fp32_param(param)  # 16 bits round it
                 set_full(param, exact.where(param == old, param.detach().float()))
 
