@@ -3,7 +3,6 @@
 Each training step writes `global_step rank id id …` to seen.txt of the run directory.
 """
 
-import math
 import os
 import random
 import signal
@@ -297,14 +296,12 @@ class KillLater(Callback):
     """Kill this process from another thread, some seconds after a batch, whatever it does then."""
 
     def __init__(self, batch, seconds):
-        self.batch, self.seconds = batch, seconds
+        self.batch, self.seconds, self.process = batch, seconds, None
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step >= self.batch:
-            self.batch = math.inf
-            timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+        if trainer.global_step >= self.batch and self.process != os.getpid():
+            self.process = os.getpid()  # a save may hold it: the next process kills itself anew
+            threading.Timer(self.seconds, os.kill, (self.process, signal.SIGKILL)).start()
         time.sleep(0.02)  # about as long as a save, so that kills meet both
 
 
