@@ -3,6 +3,7 @@ before the step asks for them.
 """
 
 import copy
+import multiprocessing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -86,6 +87,9 @@ def fed(
         predicting: let Lightning's BasePredictionWriter find the samples of each batch.
         in_loop: Lightning must not find the user's sampler, whose epoch it would set.
     """
+    if num_workers:
+        # Python 3.14 forks workers from a server; without this each would import torch
+        multiprocessing.set_forkserver_preload([Samples.__module__])
     pin = device is not None and device.type == "cuda"
     if pin and num_workers:
         # DataLoader warns about loaders that are made anew each epoch. Ours is made once.

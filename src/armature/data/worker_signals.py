@@ -1,36 +1,30 @@
 """Signals that end a run reach its data workers, too.
 
 torch's launcher, Slurm and a terminal send them to all processes at once. If a worker ends, torch
-raises an error in
-its rank, before the step is over and its checkpoint is saved: a worker must go on until the rank
-ends it.
+raises an error in its rank, before the step is over and its checkpoint is saved: a worker must go
+on until the rank ends it.
 """
 
-import os
+import atexit
+import multiprocessing
 import signal
-import threading
 
-_STOPS = ("SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def heed_the_rank_alone() -> None:
     """Ignore in this worker what asks a run to stop.
 
-    SIGTERM ends it if it comes from the rank, as torch sends it.
+    It ends when its loader says so through their queue, or with its rank.
     """
-    for name in _STOPS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # macOS has none, and no Slurm: there torch's own handler stays
-    if not hasattr(signal, "sigwaitinfo"):
-        return
-    rank = os.getppid()
-    # of the threads, too, that this one starts
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
 
 
-def _end_with(rank: int) -> None:
-    while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == rank:
-            os._exit(0)
+@atexit.register
+def _end_workers() -> None:
+    """End the workers that are left: Python would send them SIGTERM and wait."""
+    if workers := [child for child in multiprocessing.active_children() if child.daemon]:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would say that they failed
+    for worker in workers:
+        worker.kill()

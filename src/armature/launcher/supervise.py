@@ -46,7 +46,7 @@ from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
 
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 JOIN_SECONDS = 600  # for all machines to come
 SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
@@ -126,11 +126,8 @@ class Stop:
     def __enter__(self) -> "Stop":
         sys.unraisablehook = self._raise_again
         if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-                if (
-                    number == getattr(signal, "SIGHUP", None)
-                    and signal.getsignal(number) == signal.SIG_IGN
-                ):
+            for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue  # nohup
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -433,9 +430,8 @@ def describe(
         known = {"SIGKILL": (guess, remedy), "SIGABRT": ("", UNLIKE)}
         guess, advice = known.get(name, ("", ""))
         what = f"rank {rank} was killed by {name}{guess}"
-        return Failure(
-            what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None
-        )
+        stopped_by = name if -failure.exitcode in SIGNALS else None
+        return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=stopped_by)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
     if kind == NotFinite.__name__:

@@ -296,9 +296,9 @@ class _Pool:
     def _signals(self) -> Iterator[None]:
         """Pass each signal on to the trials, once, and start no more of them after the first."""
         previous = {}
-        for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-            nohup = number == getattr(signal, "SIGHUP", None)
-            if not nohup or signal.getsignal(number) != signal.SIG_IGN:
+        for number in SIGNALS:
+            # ignored: under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, self._pass_on)
         try:
             yield
