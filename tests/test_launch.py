@@ -329,7 +329,7 @@ def test_wandb_offline_can_be_read_back_and_no_secret_is_on_disk(corpus, tmp_pat
 
 @pytest.mark.guarantee
 def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
-    arguments = ["--split", "val", "--set", "trainer.precision=32-true"]
+    arguments = ["--split", "val", "trainer.precision=32-true"]
     evaluate = running.script("evaluate.py", str(single), *arguments, cwd=tmp_path)
     assert "val/bits_per_byte" in evaluate.stdout
     arguments = ["--prompt", "line ", "--tokens", "9", "--seed", "3"]

@@ -35,6 +35,17 @@ def ask(*words: str, cwd, **environment: str) -> str:
     return result.stdout
 
 
+def test_a_help_that_is_no_text_is_added_later(monkeypatch):
+    """Hydra's has one, which Python 3.14 would read."""
+    usual = argparse.ArgumentParser.add_argument
+    monkeypatch.setattr(
+        argparse.ArgumentParser,
+        "add_argument",
+        lambda self, *args, help="", **options: usual(self, *args, help=help.strip(), **options),
+    )
+    cli._Parser().add_argument("--other", help=usage)
+
+
 def test_every_group_has_a_sentence_and_its_files():
     folders = {folder.name: folder for folder in CONFIGS.glob("[!.]*/")}
     assert set(usage.GROUPS) == set(folders)

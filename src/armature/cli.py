@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import hydra
 from dotenv import load_dotenv
-from hydra._internal.utils import get_args_parser
+from hydra._internal import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -52,6 +53,17 @@ TRIAL_OPTION = "--trial"  # of the command of a trial's process
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes Hydra's help of --shell-completion, which is no text before it is printed: Python 3.14
+    reads each text that an argument is added with.
+    """
+
+    def add_argument(self, *args: Any, help: Any = None, **kwargs: Any) -> Any:
+        action = super().add_argument(*args, **kwargs)
+        action.help = help
+        return action
+
+
 def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | None = None) -> None:
     """Run a `@hydra.main` function.
 
@@ -78,7 +90,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     os.environ["HYDRA_FULL_ERROR"] = "1"
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
-    arguments, misplaced = get_args_parser().parse_known_args()
+    hydra_utils.argparse = SimpleNamespace(ArgumentParser=_Parser)  # pyright: ignore
+    arguments, misplaced = hydra_utils.get_args_parser().parse_known_args()
     if arguments.help:
         print(usage.text())
         return
@@ -402,19 +415,12 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse a script's command line.
 
-    `overrides` of the result holds its KEY=VALUE, typed bare or after --set.
+    `overrides` of the result holds its KEY=VALUE.
 
     A path that does not exist is refused here, before torch is imported.
     """
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="the same as KEY=VALUE alone",
-    )
     args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
-    args.overrides = [*args.set, *typed]
+    args.overrides = typed
     if wrong := usage.option_problems(typed, vars(args)):
         refuse(wrong)
     if (path := getattr(args, "path", None)) is not None and not os.path.exists(path):
@@ -475,7 +481,7 @@ def write_output(option: str, file: Path, text: str) -> None:
 
 
 def config_dir_problems(folder: str | None) -> list[str]:
-    if folder is None or (folder and os.path.isdir(folder)):
+    if folder is None or os.path.isdir(folder):
         return []
     return [
         f"--config-dir {folder}: there is no such folder. Name the one that holds your "

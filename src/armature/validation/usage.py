@@ -132,4 +132,4 @@ def option_problems(typed: Sequence[str], options: Mapping[str, Any]) -> list[st
     return found
 
 
-_NO_OPTIONS = ("path", "source", "target", "overrides", "set", "out")  # out=FILE is taken, too
+_NO_OPTIONS = ("path", "source", "target", "overrides", "out")  # out=FILE is taken, too
