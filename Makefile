@@ -18,9 +18,10 @@ GPU ?= $(wildcard /dev/nvidia[0-9]* /dev/dxg)
 TORCH := $(if $(GPU)$(TORCH_INDEX),$(shell grep '^torch>' requirements.txt),torch==2.13.0)
 INSTALL_TORCH = $(PIP) $(addprefix --index-url ,$(TORCH_INDEX)) "$(TORCH)"
 # Without an NVIDIA GPU the CPU build is enough: PyPI's wheels for Linux bring gigabytes of CUDA libraries. It comes from where
-# pip looks for packages, or else from PyTorch's own index
+# pip looks for packages, or from PyTorch's own index; where neither has it, from PyPI after all
 ifeq ($(GPU)$(TORCH_INDEX)$(shell uname -s),Linux)
-INSTALL_TORCH = $(BIN)/python -m pip install --quiet "$(TORCH)+cpu" 2>/dev/null || $(PIP) --index-url https://download.pytorch.org/whl/cpu "$(TORCH)+cpu"
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet "$(TORCH)+cpu" 2>/dev/null || \
+  $(PIP) --index-url https://download.pytorch.org/whl/cpu "$(TORCH)+cpu" || $(PIP) "$(TORCH)"
 endif
 
 define PRINT_EXTRAS
