@@ -7,6 +7,7 @@ are the imports.
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -49,6 +50,7 @@ IMPORTED = (
     "tests.resume_parts",
     "tests.nan_parts",
 )
+_held = os.dup(2)  # the descriptor of the last port's socket, once there is one
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,10 @@ class Forks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.stdout.close()
-        # it has nothing to save, and does not see the end of its input while any process that a
-        # test has forked still holds the other end
-        self._server.kill()
-        self._server.wait()
+        with self._server:
+            # it has nothing to save, and does not see the end of its input while any process that
+            # a test has forked still holds the other end
+            self._server.kill()
 
     def train(
         self, *overrides: str, ranks: int = 1, expect: int | None = 0, seconds: int = 0
@@ -105,9 +103,11 @@ class Forks:
             expect: the exit code of rank 0; None: any.
             seconds: after which a rank is ended by SIGALRM; 0: never.
         """
-        command = [str(ROOT / "train.py"), *overrides]
         answer = self._ask(
-            command=command, cwd=".", env=None, ranks=ranks, seconds=seconds, together=True
+            command=[str(ROOT / "train.py"), *overrides],
+            ranks=ranks,
+            seconds=seconds,
+            together=True,
         )
         ended = Ended(answer["codes"], answer["stdout"])
         assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
@@ -123,12 +123,16 @@ class Forks:
             ranks: so many processes, which join as torchrun's do. The code is that of the first
                 that failed.
         """
-        seconds = math.ceil(timeout)
         answer = self._ask(
-            command=command[1:], cwd=str(cwd), env=env, ranks=ranks, seconds=seconds, together=False
+            command=command[1:],
+            cwd=str(cwd),
+            env=env,
+            ranks=ranks,
+            seconds=math.ceil(timeout),
+            together=False,
         )
-        code = next((code for code in answer["codes"] if code), 0)
-        return subprocess.CompletedProcess(command, code, answer["stdout"], answer["stderr"])
+        first = next(filter(None, answer["codes"]), 0)
+        return subprocess.CompletedProcess(command, first, answer["stdout"], answer["stderr"])
 
     def _ask(self, **job: Any) -> dict[str, Any]:
         assert self._server.stdin is not None
@@ -191,8 +195,8 @@ def _parse_once() -> None:
 def _run(
     *,
     command: list[str],
-    cwd: str,
-    env: dict[str, str] | None,
+    cwd: str = ".",
+    env: dict[str, str] | None = None,
     ranks: int,
     seconds: int,
     together: bool,
@@ -201,14 +205,13 @@ def _run(
     stdout, stderr = Path("stdout.log"), Path("stdout.log" if together else "stderr.log")
     for path in {stdout, stderr}:
         path.write_text("")
-    env = dict(os.environ) if env is None else env
     port = free_port()
     pids = [
         _start(
             command,
             stdout,
             stderr,
-            env={**env, **(joined(rank, ranks, port) if ranks > 1 else {})},
+            env={**(env or os.environ), **(joined(rank, ranks, port) if ranks > 1 else {})},
             cwd=cwd,
             seconds=seconds,
         )
@@ -219,9 +222,12 @@ def _run(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody else is given before a rank listens there, which takes it seconds."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        os.dup2(holder.fileno(), _held)
+        return holder.getsockname()[1]
 
 
 def joined(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -243,6 +249,7 @@ def _start(
     if pid := os.fork():
         return pid
     code = 1
+    faulthandler.register(signal.SIGALRM, chain=True)  # the stacks are in the output
     signal.alarm(seconds)
     try:
         for path, number in ((stdout, 1), (stderr, 2)):

@@ -1,6 +1,7 @@
 """The report about a hang says where each rank was and in which collective it waited."""
 
 import json
+import socket
 import sys
 
 import pytest
@@ -18,6 +19,10 @@ Thread 0x00007f0000000000 (most recent call first):
   File "/home/me/task.py", line 7 in training_step
   File "/home/me/train.py", line 3 in <module>
 """
+WORKER = f"""Thread 0x1 (most recent call first):
+  File "{json.__file__}", line 3 in select
+  File "{{library}}/torch/utils/data/dataloader.py", line 9 in _try_get_data
+"""
 
 
 def test_the_report_has_the_users_line_and_the_collective_of_each_rank(tmp_path):
@@ -25,15 +30,17 @@ def test_the_report_has_the_users_line_and_the_collective_of_each_rank(tmp_path)
     older = 'Thread 0x1 (most recent call first):\n  File "/home/me/old.py", line 1 in old\n'
     (tmp_path / "rank_0000.log").write_text(older + DUMP.format(library=library))
     (tmp_path / "rank_0001.log").write_text(older)
+    (tmp_path / "rank_0002.log").write_text(older + WORKER.format(library=library))
     (tmp_path / hang.FLIGHT.format(rank=0)).write_text(json.dumps(["all_reduce of [[4096]]"]))
     step = Progress(place="train after step 7", seconds=5.0, deadline=0.0, log_size=len(older))
-    ranks = dict.fromkeys((0, 1), step)
+    ranks = dict.fromkeys(range(3), step)
     lines, text = hang.report(tmp_path, tmp_path, ranks=ranks)
     assert lines[0].startswith("rank 0: train after step 7, at /home/me/task.py:7 training_step")
     assert "all_reduce of [[4096]]" in lines[0]
     assert "old.py" not in text
     assert "c10d.py:12 all_reduce" in text
     assert "no stack" in lines[1]
+    assert "dataloader.py:9 _try_get_data" in lines[2]
 
 
 @pytest.mark.slow
@@ -55,3 +62,8 @@ def test_ranks_that_another_launcher_started_end_themselves(corpus):
     log = forked.shared().cwd / "outputs" / "hanging" / "logs" / "rank_0001.log"
     assert "Timeout (0:00:02)!" in log.read_text()
     assert "hanging.py" in log.read_text()
+
+
+def test_a_free_port_is_given_to_nobody_else():
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", forked.free_port()))

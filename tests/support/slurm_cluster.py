@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests import running
+from tests import forked, running
 
 PROGRAMS = (
     "munged",
@@ -118,17 +118,6 @@ class Cluster:
         return found
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
-
-
 @contextlib.contextmanager
 def start(folder: Path) -> Iterator[Cluster]:
     """Start Slurm, and end every process that it started."""
@@ -136,7 +125,8 @@ def start(folder: Path) -> Iterator[Cluster]:
     folder.chmod(0o755)
     (folder / "state").mkdir()
     conf, key, munge = folder / "slurm.conf", folder / "munge.key", folder / "munge.socket"
-    conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(3), cpus=CPUS))
+    ports = [forked.free_port() for _ in range(3)]
+    conf.write_text(CONF.format(host=host, folder=folder, ports=ports, cpus=CPUS))
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
     environment = {**running.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}

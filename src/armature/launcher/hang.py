@@ -36,8 +36,10 @@ def report(folder: Path, logs: Path, *, ranks: Mapping[int, Progress]) -> tuple[
     lines, text = [], [time.strftime("%Y-%m-%d %H:%M:%S")]
     for rank, progress in sorted(ranks.items()):
         frames = _stack(logs / f"rank_{rank:04d}.log", since=progress.log_size)
-        # what waits is library code; what called it is the user's
-        place = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else ())
+        # what waits is Python's or a library's code; what called it is the user's
+        place = max(
+            frames, key=lambda each: (is_users(each[0]), "site-packages" in each[0]), default=()
+        )
         at = f" at {place[0]}:{place[1]} {place[2]}" if place else " (it has left no stack)"
         line = f"rank {rank}: {progress.place},{at}"
         with suppress(OSError, ValueError):
