@@ -70,6 +70,7 @@ FOREIGN: dict[str, str] = {
     "devices=[…]": _CHOSEN_GPUS,
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
+    "strategy=fsdp_native": "Type strategy=fsdp",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
     "ckpt_path=last": _SAME,
@@ -214,11 +215,14 @@ def removals(overrides: Iterable[str]) -> list[str]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
     of_hydra = word.startswith("hydra.")
-    known = [each for each in known if each.startswith("hydra.") == of_hydra]
-    known = [each for each in known if not is_opposite(word, each)]
+    known = [
+        each
+        for each in known
+        if each.startswith("hydra.") == of_hydra and not is_opposite(word, each)
+    ]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    group, _, last = word.rpartition(".")
+    group, _, last = word.lower().rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
     own = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
     near = [by_last[last]] if last in by_last and group else []
