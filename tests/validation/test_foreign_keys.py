@@ -75,6 +75,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     # a hint never names the opposite
     "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",
     "trainer.train_every_n_steps=3": "Did you mean 'trainer.log_every_n_steps'?",
+    "training.steps=3": "Did you mean 'trainer.max_steps'?",
     "trainer.devces=3": "Did you mean 'trainer.devices'?",
 }
 REFUSED_BY_THE_CHECK = {
