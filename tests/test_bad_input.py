@@ -127,8 +127,8 @@ CASES = {
         ["--config-dir none: there is no such folder"],
     ),
     "an option in a sweep": (
-        ["-m", "strategy=dpd,fspd"],
-        ["strategy has no option 'fspd'. Did you mean 'fsdp'?"],
+        ["-m", "strategy=dpd,FSPD"],
+        ["strategy has no option 'FSPD'. Did you mean 'fsdp'?"],
     ),
     "a launcher nobody knows": (
         ["-m", "seed=0,1", "hydra/launcher=nope"],

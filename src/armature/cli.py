@@ -91,7 +91,9 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     hydra_utils.argparse = SimpleNamespace(ArgumentParser=_Parser)  # pyright: ignore
-    arguments, misplaced = hydra_utils.get_args_parser().parse_known_args()
+    hydras = hydra_utils.get_args_parser()
+    hydras.allow_abbrev = False  # else --experiment=NAME is Hydra's --experimental-rerun
+    arguments, misplaced = hydras.parse_known_args()
     if arguments.help:
         print(usage.text())
         return
@@ -103,8 +105,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         arguments.config_dir
     )
     if default_config and not arguments.cfg:
-        multirun = arguments.multirun or any("hydra.mode" in each for each in arguments.overrides)
-        multirun = multirun or any(map(_sets_mode, folders))
+        multirun = any("hydra.mode" in each for each in arguments.overrides)
+        multirun |= arguments.multirun or any(map(_sets_mode, folders))
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
@@ -178,8 +180,8 @@ def _load_env(file: Path) -> None:
 
 def _sets_mode(config_dir: Path) -> bool:
     """Return whether a file may say that a command is a sweep, without -m."""
-    files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
-    return any(b"MULTIRUN" in file for file in files)
+    files = filter(Path.is_file, config_dir.rglob("*.yaml"))
+    return any(b"MULTIRUN" in file.read_bytes() for file in files)
 
 
 def compose(typed: Sequence[str]) -> DictConfig:

@@ -316,10 +316,11 @@ def fit_and_test(run: Run) -> None:
         raise refused from error
     step_log.csv.flush()
     strategy = StrategyMixin.of(trainer)
-    shows = reason == "finished" and strategy.can_generate
-    if (preview := preview_of(run.task) if shows else None) is not None:
+    seconds = time.monotonic() - started
+    shown = None
+    if reason == "finished" and strategy.can_generate and (preview := preview_of(run.task)):
         strategy.return_to_device()
-    seconds, shown = time.monotonic() - started, preview and preview()
+        shown = preview()
     report.finish(run, reason=reason, metrics=metrics, seconds=seconds, preview=shown)
 
 

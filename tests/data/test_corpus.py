@@ -182,6 +182,7 @@ def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
 
 
 def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
+    (files.parent / ".corpse").touch()
     with pytest.raises(
         ConfigError,
         match=r"data\.path=.*/corpse: .* has no corpse\. Did you mean .*/corpus\?",

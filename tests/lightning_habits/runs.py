@@ -87,12 +87,12 @@ class Runs:
         run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{kind}"
         command = (
             *BASE,
+            *overrides,
             *habit.command(),
             *strategy,
             *(habit.also if ranks > 1 else ()),
             *STOPS[habit.resume].overrides,
             f"run.name={run_dir.name}",
-            *overrides,
         )
         ended = self.forks.train(*command, ranks=ranks, expect=None, seconds=SECONDS)
         codes = ended.codes if code == 0 else ended.codes[:1]

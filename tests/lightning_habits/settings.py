@@ -19,7 +19,6 @@ HABITS = [
     fsdp(Regressor, "trainer.test_at_end=true", name="TestAtEnd"),
     # fsdp does not take it
     ddp(Regressor, "trainer.precision=64-true", name="Float64"),
-    fsdp(Regressor, "trainer.precision=bf16-mixed", name="BF16", random=True),
     fsdp(
         Regressor,
         "trainer.gradient_clip_algorithm=value",

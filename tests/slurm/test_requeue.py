@@ -13,10 +13,11 @@ SCRIPT = running.ROOT / "scripts" / "slurm" / "train.sbatch"
 
 
 @pytest.fixture
-def end(tmp_path):
+def end(tmp_path, monkeypatch):
     """Runs the script once with ranks that end as told; returns whether the job was requeued, and
     its messages.
     """
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     programs = tmp_path / "bin"
     programs.mkdir()
     answers = {
@@ -36,24 +37,25 @@ def end(tmp_path):
         os.utime(script, (0, 0))
         for file in tmp_path.glob("outputs/run/**/*"):
             os.utime(file, (-1, -1))
-        (tmp_path / "requeued").unlink(missing_ok=True)
+        requeued = tmp_path / "requeued"
+        requeued.unlink(missing_ok=True)
         environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHON": "python",
             "SLURM_JOB_ID": "7",
+            "SLURM_ARRAY_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "1",
             "CODE": str(code),
             "NAME": name,
             "MEANWHILE": meanwhile,
         }
-        environment.pop("SLURM_ARRAY_TASK_ID", None)
         command = ["bash", str(script), *typed]
         result = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        assert result.returncode == (0 if (tmp_path / "requeued").exists() else code % 200)
-        return (tmp_path / "requeued").exists(), result.stderr
+        assert result.returncode == (0 if requeued.exists() else code % 200)
+        return requeued.exists(), result.stderr
 
     return run
 
@@ -77,12 +79,9 @@ def stopped_at(step: int) -> str:
 
 
 @pytest.mark.parametrize("code", [138, 143])
-def test_a_stopped_run_with_a_checkpoint_is_requeued(code, end):
+def test_a_stopped_run_that_got_further_is_requeued(code, end):
     assert [end(code, SAVED)[0] for _ in range(5)] == [True] * 5
-
-
-@pytest.mark.parametrize("code", [138, 143])
-def test_so_is_one_that_got_further_with_its_checkpoints_elsewhere(code, end):
+    # with its checkpoints elsewhere
     assert [end(code, stopped_at(step))[0] for step in (4, 8, 12, 16, 20)] == [True] * 5
 
 
@@ -101,6 +100,13 @@ def test_what_is_stopped_during_its_start_each_time_does_not_come_back_for_ever(
     requeued, told = end(143)
     assert not requeued
     assert "stopped 4 times in a row before the first checkpoint" in told
+
+
+def test_the_last_task_of_an_array_is_requeued_alone(end, tmp_path, monkeypatch):
+    """Its job id is that of the array, which names all tasks."""
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    end(138, SAVED)
+    assert (tmp_path / "requeued").read_text() == "requeue 7_1\n"
 
 
 def test_a_failed_run_is_not_requeued(end):

@@ -150,8 +150,8 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
             "optimizer.lr=1,2: not read, since an option stands before",
         ),
         (
-            ["--trainer.max_steps=3"],
-            "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3.",
+            ["--experiment=digits"],
+            "--experiment=digits: keys have no hyphens. Type experiment=digits.",
         ),
         (["--fast"], "--fast: there is no such option. A key is typed as fast=VALUE; --help shows"),
     ],

@@ -135,7 +135,7 @@ def _nothing_found(typed: str, pattern: Path) -> str:
             f"data.path={typed}: {pattern} is a link to what is not there, a device or a "
             "pipe. Name a file, or a folder of files."
         )
-    missing, names = pattern.parts[len(there.parts) :], sorted(p.name for p in there.iterdir())
+    missing, names = pattern.parts[len(there.parts) :], sorted(p.name for p in there.glob("[!.]*"))
     near = difflib.get_close_matches(missing[0], names, n=1, cutoff=0.7)
     listed = f"It has {', '.join(names[:5])} …" if len(missing) == 1 else "Name a path that exists."
     hint = f"Did you mean {there / near[0]}?" if near else listed

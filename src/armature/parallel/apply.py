@@ -7,8 +7,8 @@ import gc
 import logging
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -181,8 +181,9 @@ def parallelize(
             if stages is not None:
                 found = units.Units(found.modules, found.of_model | found.whole, set())
             elif plan is None:
-                alone = found.whole.difference(shared)
-                _warn_if_whole(model, alone, min_num_params=options.min_num_params)
+                _warn_if_whole(
+                    model, found.whole.difference(shared), min_num_params=options.min_num_params
+                )
             if found.modules or found.of_model or spread is not None:
                 shard_units(part, found, mesh=data_mesh, options=options)
     elif spread is not None and stages is not None:
@@ -255,21 +256,29 @@ def shard_units(
         fully_shard(unit, **(stay_gathered if last else arguments))
     _gather_ahead(found.modules, options=options)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
+        # whole weights take the model's inputs as they are
+        policy = replace(arguments["mp_policy"], cast_forward_inputs=bool(found.of_model))
+        own = {**stay_gathered, "mp_policy": policy, "ignored_params": found.whole}
+        fully_shard(model, **own)
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
-        module.register_forward_hook(_without_views, prepend=True)
+        module.register_forward_hook(partial(_own_outputs, options.param_dtype), prepend=True)
         module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
 
 
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def _own_outputs(dtype: torch.dtype | None, module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a unit before FSDP's own, which `x += y` drops if x is a view: the unit would
     have wrong gradients, or none of its weights in backward.
+
+    Outside of autocast, as in users' hooks, what follows the unit may have whole weights of fp32.
     """
 
     def own(value: Any) -> Any:
-        tracked = isinstance(value, Tensor) and value.requires_grad
-        return value.clone() if tracked and value._is_view() else value
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype is dtype and not torch.is_autocast_enabled(value.device.type):
+            return value.float()
+        return value.clone() if value.requires_grad and value._is_view() else value
 
     return tree_map(own, output)
 
@@ -305,10 +314,8 @@ def learn_gradient_types(model: nn.Module) -> None:
     its gradients.
     """
     for part in model.modules():
-        if isinstance(part, FSDPModule):
-            group = part._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._init_mp_dtypes()
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group):
+            group._init_mp_dtypes()
 
 
 def sharding_arguments(options: Options) -> dict[str, Any]:

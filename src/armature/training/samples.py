@@ -102,8 +102,7 @@ class Samples(L.Callback):
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last = self.planned_steps is not None and completed_batches(trainer) >= self.planned_steps
-        preview = preview_of(pl_module)
-        if self._due and preview is not None and not last:
+        if self._due and not last and (preview := preview_of(pl_module)):
             self._try(lambda: self.write_text(trainer, preview()))
         self._due = False
 

@@ -40,6 +40,7 @@ _SAME = "Leave it out: the same command, with its run.name, resumes by itself"
 FOREIGN: dict[str, str] = {
     # ------------------------------------------------------------------ Lightning's Trainer
     "fast_dev_run": _DEBUG_RUN,
+    "seed_everything": "Type seed={value}",
     "overfit_batches": "Type debug=overfit: train on one global batch over and over",
     "accumulate_grad_batches": _ACCUMULATE,
     "val_check_interval": _EVERY,
@@ -70,6 +71,7 @@ FOREIGN: dict[str, str] = {
     "devices=[…]": _CHOSEN_GPUS,
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
+    "strategy=fsdp_native": "Type strategy=fsdp",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
     "ckpt_path=last": _SAME,
@@ -120,6 +122,8 @@ FOREIGN: dict[str, str] = {
     "optimizer.name": "Type optimizer={value}",
     "bf16": "Type trainer.precision=bf16-mixed",
     "fp16": "Type trainer.precision=16-mixed",
+    "dataloader_num_workers": "Type data.num_workers={value}",
+    "fsdp": "Type strategy=fsdp",
     "deepspeed": "Type strategy=deepspeed, or deepspeed_zero3",
     "num_processes": "Type trainer.devices={value}",
     "save_steps": "Type checkpoint.every_n_steps={value}",
@@ -213,18 +217,20 @@ def removals(overrides: Iterable[str]) -> list[str]:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
-    of_hydra = word.startswith("hydra.")
-    known = [each for each in known if each.startswith("hydra.") == of_hydra]
-    known = [each for each in known if not is_opposite(word, each)]
-    if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
+    known = [
+        each
+        for each in known
+        if each.startswith("hydra.") == word.startswith("hydra.") and not is_opposite(word, each)
+    ]
+    group, _, last = word.lower().rpartition(".")
+    if not last.startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    group, _, last = word.rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
     own = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
     near = [by_last[last]] if last in by_last and group else []
     # last parts are compared: a group that two keys share would make them alike
     near = near or [own[each] for each in difflib.get_close_matches(last, own, 1, 0.6)]
-    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.75)]
+    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.76)]
     near = near or difflib.get_close_matches(word, () if own else {*known} - {group}, 1, 0.6)
     if not near and group and own:
         return f" There are {', '.join([*own.values()][:8])}."
