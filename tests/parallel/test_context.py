@@ -172,5 +172,5 @@ def test_a_plan_whose_context_does_not_fit_the_model_is_refused() -> None:
     assert "modules without weights, but blocks.0.attention has some" in found
     (found,) = problems(normalized, dict(PLAN.context))
     assert "strategy.context=2: Decoder has BatchNorm" in found
-    with pytest.raises(ValueError, match="no context style 'ring'"):
+    with pytest.raises(ValueError, match=r"plan.py: .* no context style 'ring'"):
         replace(PLAN, context={"embed": "ring"})

@@ -39,12 +39,7 @@ CONV = {"image_size": 8, "channels": 1, "classes": 10, "width": 8}
 ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
 DEEPSPEED = "deepspeed 3 at 2"
 CONTEXT = "fsdp 2 × context 2"
-DDP, FSDP, TENSOR, PIPE = (
-    Job("DDP", ranks=2),
-    mesh(2, shard=2),
-    mesh(2, tensor=2),
-    mesh(2, pipe=2),
-)
+DDP, FSDP, TENSOR, PIPE = Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, tensor=2), mesh(2, pipe=2)
 EVERY = {**LAYOUTS, CONTEXT: context.LAYOUTS[CONTEXT]}
 FAMILIES = (  # a layout of each strategy; the expert axis is in test_experts.py
     "single",
@@ -75,7 +70,8 @@ EXCHANGED = (  # each family saves once and resumes once
     ("tensor 2, sequence parallel", DEEPSPEED),
     ("pipeline 2, 1f1b", CONTEXT),
     (CONTEXT, "hsdp 2×2"),
-    (DEEPSPEED, "single"),
+    (DEEPSPEED, "deepspeed 1 at 2"),
+    ("deepspeed 1 at 2", "single"),
 )
 
 

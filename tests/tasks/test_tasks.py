@@ -5,7 +5,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
 
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
@@ -40,18 +40,15 @@ FACTORIES = {
 class Data(L.LightningDataModule):
     """Ten samples; the last two are padding."""
 
-    def __init__(self, *, images: bool, batch_size: int) -> None:
+    def __init__(self, *, images: bool, batch_size: int = 5) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        inputs = (
-            torch.randn(10, 1, 4, 4, generator=generator)
-            if images
-            else torch.randint(0, 31, (10, 9), generator=generator)
-        )
-        targets = (
-            torch.randint(0, 3, (10,), generator=generator) if images else inputs[:, 1:].clone()
-        )
-        self.inputs, self.targets = (inputs if images else inputs[:, :-1]), targets
+        if images:
+            self.inputs = torch.randn(10, 1, 4, 4, generator=generator)
+            self.targets = torch.randint(0, 3, (10,), generator=generator)
+        else:
+            text = torch.randint(0, 31, (10, 9), generator=generator)
+            self.inputs, self.targets = text[:, :-1], text[:, 1:].clone()
         self.targets[8:] = -100
         self.batch_size = batch_size
 
@@ -59,9 +56,7 @@ class Data(L.LightningDataModule):
         return {"val": 2.0, "test": 4.0}[split]
 
     def loader(self) -> DataLoader:
-        samples = [
-            {"inputs": i, "targets": t} for i, t in zip(self.inputs, self.targets, strict=True)
-        ]
+        samples = StackDataset(inputs=self.inputs, targets=self.targets)
         return DataLoader(samples, batch_size=self.batch_size)
 
     train_dataloader = val_dataloader = test_dataloader = loader
@@ -81,35 +76,36 @@ def ready(task: Task) -> Task:
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
 def test_language_metrics_are_exact_for_any_batch_size(batch_size):
-    task, data = (
-        ready(LanguageModeling(DECODER, **FACTORIES)),
-        Data(images=False, batch_size=batch_size),
-    )
+    task = ready(LanguageModeling(DECODER, **FACTORIES))
+    data = Data(images=False, batch_size=batch_size)
     (val,) = trainer().validate(task, data, verbose=False)
     (test,) = trainer().test(task, data, verbose=False)
     with torch.no_grad():
         loss = task.model(data.inputs[:8], data.targets[:8]).item()
-    assert val["val/loss"] == pytest.approx(loss, rel=1e-6) == test["test/loss"]
-    assert val["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
-    assert val["val/bits_per_byte"] == pytest.approx(loss / math.log(2) / 2.0, rel=1e-6)
-    assert test["test/bits_per_byte"] == pytest.approx(loss / math.log(2) / 4.0, rel=1e-6)
+    assert val["val/loss"] == pytest.approx(loss) == test["test/loss"]
+    assert val["val/perplexity"] == pytest.approx(math.exp(loss))
+    assert val["val/bits_per_byte"] == pytest.approx(loss / math.log(2) / 2.0)
+    assert test["test/bits_per_byte"] == pytest.approx(loss / math.log(2) / 4.0)
+
+
+def test_metrics_under_bf16_true_are_exact_over_many_batches():
+    task = Task(Distance, **FACTORIES)
+    data = DataLoader([{"inputs": torch.zeros(1), "targets": torch.ones(1) * 3}] * 300)
+    (val,) = trainer(precision="bf16-true").validate(task, data, verbose=False)
+    assert val["val/loss"] == 9.0
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
 def test_image_metrics_are_exact_for_any_batch_size(batch_size):
-    task, data = (
-        ready(ImageClassification(VIT, **FACTORIES)),
-        Data(images=True, batch_size=batch_size),
-    )
+    task = ready(ImageClassification(VIT, **FACTORIES))
+    data = Data(images=True, batch_size=batch_size)
     (val,) = trainer().validate(task, data, verbose=False)
     with torch.no_grad():
         outputs = task.model(data.inputs[:8])
-    assert val["val/accuracy"] == pytest.approx(
-        (outputs.argmax(-1) == data.targets[:8]).float().mean().item()
-    )
-    assert val["val/loss"] == pytest.approx(
-        task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6
-    )
+    targets = data.targets[:8]
+    right = (outputs.argmax(-1) == targets).float().mean()
+    assert val["val/accuracy"] == pytest.approx(right.item())
+    assert val["val/loss"] == pytest.approx(task.model.loss(outputs, targets).item())
 
 
 class Distance(nn.Module):
@@ -121,12 +117,9 @@ def test_a_number_to_predict_may_be_minus_100():
     task = Task(nn.Identity, **FACTORIES)
     task.model = Distance()
     metrics = {"loss": WeightedMean()}
-    for targets in (
-        torch.tensor([0.0, -100.0]),
-        torch.tensor([1.0, 1.0]),
-        torch.tensor([-100.0]),
-    ):  # the last: padding
-        task.update(metrics, {"inputs": torch.zeros(len(targets)), "targets": targets})
+    for numbers in ([0.0, -100.0], [1.0, 1.0], [-100.0]):  # the last: padding
+        targets = torch.tensor(numbers)
+        task.update(metrics, {"inputs": torch.zeros_like(targets), "targets": targets})
     assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
 
 
@@ -139,10 +132,8 @@ def test_a_number_to_predict_may_be_minus_100():
     ],
 )
 def test_fits(optimizer, scheduler):
-    task, data = (
-        LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler),
-        Data(images=False, batch_size=5),
-    )
+    task = LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler)
+    data = Data(images=False)
     before = {name: value.clone() for name, value in ready(task).state_dict().items()}
     trainer(limit_val_batches=1).fit(task, data)
     assert all(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
@@ -151,10 +142,8 @@ def test_fits(optimizer, scheduler):
 def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
     from tokenizers import Tokenizer, models
 
-    task, data = (
-        ready(LanguageModeling(DECODER, **FACTORIES, preview_prompt="a", preview_tokens=5)),
-        Data(images=False, batch_size=5),
-    )
+    task = ready(LanguageModeling(DECODER, **FACTORIES, preview_prompt="a", preview_tokens=5))
+    data = Data(images=False)
     assert LanguageModeling(DECODER, **FACTORIES).preview_tokens > 0
     trainer().validate(task, data, verbose=False)
     assert task.preview() is None

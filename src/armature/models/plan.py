@@ -88,7 +88,8 @@ class Plan:
             for pattern, style in getattr(self, axis).items():
                 if style not in known:
                     raise ValueError(
-                        f"{pattern!r}: no {axis} style {style!r}; there are {', '.join(known)}"
+                        f"plan.py: {pattern!r}: no {axis} style {style!r}; there are "
+                        f"{', '.join(known)}"
                     )
 
 

@@ -209,9 +209,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def _follow_weights(self) -> None:
         """Let the engine's fp32 copies of stages 1 and 2 have what hooks have put into weights."""
         for param in self.module.parameters():
-            if (copies := getattr(param, "_hp_mapping", None)) is not None:
-                exact, weight = copies.hp_fragment, copies.lp_fragment.to(copies.hp_fragment.device)
-                exact.copy_(exact.where(exact.to(weight.dtype) == weight, weight.float()))
+            if copies := getattr(param, "_hp_mapping", None):
+                exact, own = copies.hp_fragment, copies.lp_fragment_address
+                weight = param.flatten().narrow(0, own.start, own.numel).to(exact.device)
+                exact.copy_(exact.where(exact.to(weight.dtype) == weight, weight))
 
     @property
     @override

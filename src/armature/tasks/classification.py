@@ -40,9 +40,7 @@ class Classification(Task):
         has_loss = callable(getattr(self.model, "loss", None))
         loss = self.model.loss(outputs, targets) if has_loss else self.loss_of(batch)  # pyright: ignore[reportCallIssue]
         metrics["loss"].update(loss, weight=counted.sum())
-        metrics["accuracy"].update(
-            (outputs.argmax(dim=-1) == targets).float(), weight=counted.float()
-        )
+        metrics["accuracy"].update(outputs.argmax(dim=-1) == targets, weight=counted)
 
 
 class TextClassification(Classification):

@@ -115,7 +115,7 @@ class DirectPreference(LanguageModeling):
         its adapters have dropout.
         """
         super().train(mode)
-        for model in (each for each in (self.model, self.reference) if each is not None):
+        for model in filter(None, (self.model, self.reference)):
             for module in model.modules():
                 module.training = mode and isinstance(module, LoraLinear)
         return self
@@ -194,9 +194,9 @@ class DirectPreference(LanguageModeling):
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         losses, columns = self.compare(batch)
         # padding has no targets
-        counted = (batch["targets"] != IGNORED).any(dim=-1).any(dim=-1).float()
+        counted = (batch["targets"] != IGNORED).flatten(1).any(1)
         for name, values in {"loss": losses, **columns}.items():
-            metrics[name].update(values.where(counted > 0, 0.0), weight=counted)
+            metrics[name].update(values.where(counted, 0.0), weight=counted)
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
@@ -209,9 +209,7 @@ class DirectPreference(LanguageModeling):
         if not stepped or not self._sums:
             return {}
         means, self._sums = torch.stack(self._sums).mean(dim=0), []
-        return {
-            f"train/{name}": mean for name, mean in zip(self.COLUMNS, means.unbind(), strict=True)
-        }
+        return {f"train/{name}": mean for name, mean in zip(self.COLUMNS, means, strict=True)}
 
     def measured(self, trainer: Any, window: Window) -> dict[str, float]:
         """Return no timings: `batch_ended` has all columns."""

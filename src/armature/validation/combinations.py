@@ -173,7 +173,8 @@ _NO_PLAN: Rules = [
     (
         lambda r: r.layout.plan is None,
         ": {r.trained} has no plan, which says how it may be sharded. Write PLAN in a plan.py next "
-        "to the model's module, or type strategy=fsdp or strategy=ddp, which need none.",
+        "to the module of a model that your task takes as its argument model, or type "
+        "strategy=fsdp or strategy=ddp, which need none.",
     )
 ]
 _FOLDS = "or -m 'data.fold=range(5)' data.folds=5 for a run of each."
@@ -365,7 +366,8 @@ RULES: dict[str, Rules] = {
         (
             lambda r: r.layout.plan is None,
             ": {r.trained} has no plan, which names the blocks to convert. Write PLAN in a plan.py "
-            "next to the model's module, or type strategy.float8=false.",
+            "next to the module of a model that your task takes as its argument model, or type "
+            "strategy.float8=false.",
         ),
         (
             lambda r: r.float8 is True and r.accelerator != "gpu",
