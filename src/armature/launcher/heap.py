@@ -22,20 +22,16 @@ SETTINGS = {  # by variable: the number of mallopt's parameter, and its value
     "MALLOC_TRIM_THRESHOLD_": (-1, -1),
     "MALLOC_TOP_PAD_": (-2, 64 * MIB),  # bytes by which the heap grows beyond what is needed
 }
-OLD_MMAP_LIMIT = 32 * MIB  # glibc before 2.35 refuses a higher MALLOC_MMAP_THRESHOLD_
+OLD_MMAP_LIMIT = (-3, 32 * MIB)  # the highest that glibc before 2.35 takes
 
 
-def keep_freed_memory(accelerator: str) -> bool:
-    """Set this process's heap to keep freed memory; return whether it was set."""
-    if not _may_set(accelerator):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl has none
-        return False
-    results = [mallopt(number, value) for number, value in SETTINGS.values()]
-    return all(results[1:]) and bool(
-        results[0] or mallopt(SETTINGS["MALLOC_MMAP_THRESHOLD_"][0], OLD_MMAP_LIMIT)
-    )
+def keep_freed_memory(accelerator: str) -> None:
+    """Set this process's heap to keep freed memory."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is None or not _may_set(accelerator):
+        return
+    for number, value in (OLD_MMAP_LIMIT, *SETTINGS.values()):
+        mallopt(number, value)
 
 
 def rank_variables(accelerator: str) -> dict[str, str]:
