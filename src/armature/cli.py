@@ -98,15 +98,15 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         print(usage.text())
         return
     default_config = not (arguments.config_name or arguments.config_path)
-    folders = [project.CONFIGS, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
-    typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
+    folders = filter(os.path.isdir, filter(None, [arguments.config_dir]))
+    typed = [*map(searching, folders), *arguments.overrides]
     problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
     problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(
         arguments.config_dir
     )
     if default_config and not arguments.cfg:
-        multirun = any("hydra.mode" in each for each in arguments.overrides)
-        multirun |= arguments.multirun or any(map(_sets_mode, folders))
+        typed_mode = any("hydra.mode" in each for each in arguments.overrides)
+        multirun = arguments.multirun or typed_mode
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
@@ -176,12 +176,6 @@ def _load_env(file: Path) -> None:
                 "readable, or remove it."
             ]
         )
-
-
-def _sets_mode(config_dir: Path) -> bool:
-    """Return whether a file may say that a command is a sweep, without -m."""
-    files = filter(Path.is_file, config_dir.rglob("*.yaml"))
-    return any(b"MULTIRUN" in file.read_bytes() for file in files)
 
 
 def compose(typed: Sequence[str]) -> DictConfig:
