@@ -8,7 +8,11 @@ from armature.strategies.mesh import MeshStrategy
 
 WHOLE = "with armature.whole_weights(self)"
 CASES = {  # what torch says, and what is added
-    "Expected to have finished reduction": (DDP, "strategy.find_unused_parameters=true"),
+    "Expected to have finished reduction": (
+        DDP,
+        "strategy.find_unused_parameters=true",
+        "the last",
+    ),
     "a module doesn't have any parameter that requires a gradient.": (DDP, "strategy=single"),
     "got mixed torch.Tensor and DTensor": (MeshStrategy, "armature.whole_weights", "strategy=ddp"),
     "FSDP does not support deepcopy.": (MeshStrategy, "Copy it in __init__ or configure_model"),

@@ -62,7 +62,8 @@ class DDP(StrategyMixin, DDPStrategy):
     remedies: ClassVar = {
         "Expected to have finished reduction":
             "Some parameters took no part in the loss of a step, so ddp waits for their gradients. "
-            "Type strategy.find_unused_parameters=true, or freeze them.",
+            "Type strategy.find_unused_parameters=true, or freeze them. Indices below count from "
+            "the last parameter; TORCH_DISTRIBUTED_DEBUG=INFO before the command adds names.",
         "doesn't have any parameter that requires a gradient":
             "Nothing is trained, so ddp has nothing to average. Type strategy=single.",
     }  # fmt: skip
