@@ -121,11 +121,7 @@ def parallelize(
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
     # alone
     spread = None
-    if (
-        plan is not None
-        and plan.experts is not None
-        and (options.expert > 1 or tensor_axis is not None)
-    ):
+    if plan is not None and plan.experts and (options.expert > 1 or tensor_axis is not None):
         # all ranks make the mesh's groups together, also those of a stage without experts
         spread = expert_ranks or meshes.expert_mesh(mesh, expert=options.expert)
         for name in tensor.matching(model, plan.experts):

@@ -67,6 +67,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     precision_kind = EnginePrecision
     masks_updates = False  # the engine makes the step
+    sync_batchnorm = True
     remedies: ClassVar = dict.fromkeys(("tensor b (0)", "got [0] but"), IN_PARTS)
 
     def __init__(

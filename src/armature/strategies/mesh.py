@@ -269,9 +269,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         plans = {name: apply.plan_of(model) for name, model in models}
-        if options.expert > 1 and not any(
-            plan is not None and plan.experts for plan in plans.values()
-        ):
+        if options.expert > 1 and not any(plan and plan.experts for plan in plans.values()):
             raise ConfigError(
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
                 "experts. Type strategy.expert=1."
