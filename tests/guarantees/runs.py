@@ -39,6 +39,7 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
         2,
         ("strategy=fsdp", "strategy.min_num_params=0", "data.micro_batch_size=2"),
     ),
+    "deepspeed 2": (2, ("strategy=deepspeed",)),
     "hsdp 4": (4, ("strategy=hsdp", "strategy.shard=2", "strategy.min_num_params=0")),
     "tensor 2": (2, ("strategy=tensor",)),
     "pipeline 2": (

@@ -8,6 +8,12 @@ from tests.guarantees.runs import of_example, of_user, samples
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
 
+def assert_same(runs, command, layout):
+    run_dir = runs.new()
+    runs.start(run_dir, command, layout)
+    runs.assert_close(run_dir, runs.straight(command))
+
+
 @pytest.mark.parametrize(
     ("module", "layout"),
     [
@@ -19,18 +25,12 @@ pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
     ],
 )
 def test_a_plain_module_trains_the_same(module, layout, runs):
-    command = of_user(module)
-    run_dir = runs.new()
-    runs.start(run_dir, command, layout)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert_same(runs, of_user(module), layout)
 
 
-@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2", "deepspeed 2"])
 def test_batchnorm_reads_the_batch_of_all_ranks(layout, runs):
-    command = of_user("Normalized")
-    run_dir = runs.new()
-    runs.start(run_dir, command, layout)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert_same(runs, of_user("Normalized"), layout)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,7 @@ def test_batchnorm_reads_the_batch_of_all_ranks(layout, runs):
     ],
 )
 def test_the_example_trains_the_same(layout, runs):
-    command = of_example()
-    run_dir = runs.new()
-    runs.start(run_dir, command, layout)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert_same(runs, of_example(), layout)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,7 @@ def test_each_counted_target_has_the_same_weight(layout, clip, runs):
     """Micro-batches hold unequal numbers of targets that count, some none."""
     command = of_example("data=users", "data._target_=tests.guarantees.users.UncountedPoints", clip)
     command = tuple(word for word in command if not word.startswith(("data.samples", "data.held")))
-    run_dir = runs.new()
-    runs.start(run_dir, command, layout)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert_same(runs, command, layout)
 
 
 @pytest.mark.parametrize("layout", ["ddp 2", "ddp 2, micro-batch 2", "fsdp 2"])

@@ -93,8 +93,13 @@ def refused() -> list[str]:
     def assign() -> None:
         weight.data = torch.zeros(5, 3)
 
+    def penalize() -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
     for action in (
         assign,
+        penalize,
         lambda: weight * torch.ones(1),
         lambda: weight * torch.tensor(2.0),
         lambda: torch.save(model.state_dict(), io.BytesIO()),
@@ -109,8 +114,9 @@ def refused() -> list[str]:
 
 @pytest.mark.slow
 def test_what_torch_does_wrongly_in_silence_is_an_error() -> None:
-    for assigned, one_element, number, saved in on_ranks(refused, ranks=2):
+    for assigned, penalized, one_element, number, saved in on_ranks(refused, ranks=2):
         assert "armature.whole_weights" in assigned
+        assert "gradient of a gradient" in penalized
         assert sharded.MIXED in one_element
         assert sharded.MIXED in number
         assert saved.startswith(f"{__file__}:")

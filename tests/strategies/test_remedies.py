@@ -8,7 +8,11 @@ from armature.strategies.mesh import MeshStrategy
 
 WHOLE = "with armature.whole_weights(self)"
 CASES = {  # what torch says, and what is added
-    "Expected to have finished reduction": (DDP, "strategy.find_unused_parameters=true"),
+    "Expected to have finished reduction": (
+        DDP,
+        "strategy.find_unused_parameters=true",
+        "the last",
+    ),
     "a module doesn't have any parameter that requires a gradient.": (DDP, "strategy=single"),
     "got mixed torch.Tensor and DTensor": (MeshStrategy, "armature.whole_weights", "strategy=ddp"),
     "FSDP does not support deepcopy.": (MeshStrategy, "Copy it in __init__ or configure_model"),
@@ -18,6 +22,7 @@ CASES = {  # what torch says, and what is added
     "Timed out waiting 80000ms for send operation to complete": (MeshStrategy, "to one length"),
     "as_strided not supported with DTensor": (MeshStrategy, WHOLE),
     "The size of tensor a (3) must match the size of tensor b (0)": (DeepSpeed, WHOLE),
+    "self.dim() cannot be 0 to view Float as Byte": (DeepSpeed, "torch.ones(1)"),
     ".numpy() is not supported for tensor subclasses.": (MeshStrategy, WHOLE),
     "Attempted to access the data pointer on an invalid python storage.": (MeshStrategy, WHOLE),
 }

@@ -121,21 +121,16 @@ def parallelize(
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
     # alone
     spread = None
-    if (
-        plan is not None
-        and plan.experts is not None
-        and (options.expert > 1 or tensor_axis is not None)
-    ):
+    if plan is not None and plan.experts and (options.expert > 1 or tensor_axis is not None):
         # all ranks make the mesh's groups together, also those of a stage without experts
-        spread = (
-            meshes.expert_mesh(mesh, expert=options.expert)
-            if expert_ranks is None
-            else expert_ranks
-        )
-        arguments = sharding_arguments(options)
+        spread = expert_ranks or meshes.expert_mesh(mesh, expert=options.expert)
         for name in tensor.matching(model, plan.experts):
-            holder = model.get_submodule(name)
-            experts.shard(holder, spread, loss_ranks=data_mesh.size(), **arguments)
+            experts.shard(
+                model.get_submodule(name),
+                spread,
+                loss_ranks=data_mesh.size(),
+                **sharding_arguments(options),
+            )
     # 3. float8, which puts other Linears in place of a block's
     repeated = repeated_blocks(model, plan)
     blocks.convert_to_float8(repeated, float8=options.float8)
@@ -277,10 +272,22 @@ def _own_outputs(dtype: torch.dtype | None, module: nn.Module, args: Any, output
         if not isinstance(value, Tensor):
             return value
         if value.dtype is dtype and not torch.is_autocast_enabled(value.device.type):
-            return value.float()
-        return value.clone() if value.requires_grad and value._is_view() else value
+            value = value.float()
+        elif value.requires_grad and value._is_view():
+            value = value.clone()
+        if value.requires_grad:
+            value.register_hook(_refuse_graph)
+        return value
 
     return tree_map(own, output)
+
+
+def _refuse_graph(grad: Tensor) -> None:
+    """Raise an error in a backward that is itself differentiated: a gradient of weights that comes
+    after their unit's backward is lost in silence.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradient of a gradient")
 
 
 def _gather_ahead(modules: list[list[nn.Module]], *, options: Options) -> None:

@@ -26,7 +26,15 @@ from armature.finetune import nf4
 from armature.finetune.lora import Lora
 from armature.models.adapters import is_adapter
 from armature.optim.muon import Muon
-from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
+from armature.parallel import (
+    apply,
+    batchnorm,
+    blocks,
+    gradients,
+    initialization,
+    process_group,
+    randomness,
+)
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.targets import TargetWeights
 from armature.parallel.whole_weights import whole
@@ -52,6 +60,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             bits counts as one.
         trained_count: those of them that are trained.
         frozen_bytes: of the others, as far as checkpoints hold them.
+        sync_batchnorm: whether BatchNorm reads the batches of all ranks.
         remedies: what to type after an error of torch's, by words of its message.
         replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary
             tensors.
@@ -61,6 +70,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             a pipeline.
     """
 
+    sync_batchnorm: bool = False
     bubble_share: float = 0.0
     replicates_weights: bool = False
     fetches_weights: bool = False
@@ -246,6 +256,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
         Called once, after configure_model and before the optimizers are created.
         """
+        if self.sync_batchnorm:
+            batchnorm.synchronize(module, group=dist.group.WORLD)
         for _, model in models_of(module):
             repeated = apply.repeated_blocks(model, apply.plan_of(model))
             blocks.convert_to_float8(repeated, float8=self.float8)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from armature.parallel import batchnorm
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
 
@@ -62,7 +61,8 @@ class DDP(StrategyMixin, DDPStrategy):
     remedies: ClassVar = {
         "Expected to have finished reduction":
             "Some parameters took no part in the loss of a step, so ddp waits for their gradients. "
-            "Type strategy.find_unused_parameters=true, or freeze them.",
+            "Type strategy.find_unused_parameters=true, or freeze them. Indices below count from "
+            "the last parameter; TORCH_DISTRIBUTED_DEBUG=INFO before the command adds names.",
         "doesn't have any parameter that requires a gradient":
             "Nothing is trained, so ddp has nothing to average. Type strategy=single.",
     }  # fmt: skip
@@ -94,12 +94,11 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def build(self, module: L.LightningModule) -> None:
-        if self.sync_batchnorm:
-            batchnorm.synchronize(module, group=dist.group.WORLD)
-        find_unused = self.find_unused_parameters
-        if find_unused is None:
-            find_unused = not module.automatic_optimization
-        self._ddp_kwargs["find_unused_parameters"] = find_unused
+        self._ddp_kwargs["find_unused_parameters"] = (
+            not module.automatic_optimization
+            if self.find_unused_parameters is None
+            else self.find_unused_parameters
+        )
         super().build(module)
 
     @override

@@ -67,7 +67,12 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     precision_kind = EnginePrecision
     masks_updates = False  # the engine makes the step
-    remedies: ClassVar = dict.fromkeys(("tensor b (0)", "got [0] but"), IN_PARTS)
+    sync_batchnorm = True
+    remedies: ClassVar = {
+        "tensor b (0)": IN_PARTS,
+        "got [0] but": IN_PARTS,
+        "cannot be 0 to view": "A weight has no dimension: make it nn.Parameter(torch.ones(1)).",
+    }
 
     def __init__(
         self,

@@ -69,6 +69,7 @@ REMEDIES = {
     "Can't pickle <class 'torch.distributed.fsdp":
         "A sharded module cannot be pickled (torch.save, copy through pickle). Call "
         f"trainer.save_checkpoint on all ranks, or load the run with armature.load; or {FEWER}",
+    "gradient of a gradient": FREED,  # ours (parallel/apply.py)
     "storage of size 0": FREED,
     "its data is not allocated yet": FREED,  # from other operators
     "can only be applied to a module once":
@@ -167,7 +168,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "schedule": schedule,
             "virtual_stages": virtual_stages,
             "microbatches": microbatches,
-            "stages": list(stages) if stages is not None else None,
+            "stages": stages and list(stages),
             "sequence_parallel": sequence_parallel,
             "async_tensor": async_tensor,
             "reshard_after_forward": reshard_after_forward,
@@ -202,14 +203,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # a test after fit uses the same groups: each has buffers on a GPU
         if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
-            self.positions = (
-                Positions(
+            if self.sizes["context"] > 1:
+                self.positions = Positions(
                     mesh.context_group(self._device_mesh, context=self.sizes["context"]),
                     method=self.context_method,
                 )
-                if self.sizes["context"] > 1
-                else None
-            )
             if expert > 1:
                 self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
         self.module._device_mesh = self._device_mesh
@@ -271,9 +269,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         plans = {name: apply.plan_of(model) for name, model in models}
-        if options.expert > 1 and not any(
-            plan is not None and plan.experts for plan in plans.values()
-        ):
+        if options.expert > 1 and not any(plan and plan.experts for plan in plans.values()):
             raise ConfigError(
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
                 "experts. Type strategy.expert=1."
@@ -364,8 +360,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         del options["virtual_stages"]
         gathered = mesh.GATHERED_IN.get(str(self.precision_plugin.precision))
         for key, default in (("param_dtype", gathered), ("reduce_dtype", gathered and "float32")):
-            name = default if options[key] is None else options[key]
-            options[key] = None if name is None else getattr(torch, name)
+            name = options[key] or default
+            options[key] = name and getattr(torch, name)
         if several and options["reshard_after_forward"] is False:
             log.warning(
                 "strategy.reshard_after_forward=false does not apply to a LightningModule with "
