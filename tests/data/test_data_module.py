@@ -13,16 +13,17 @@ from armature.models.loss import IGNORED
 from tests.data import feeding
 
 
+def drawn(sample, generator):
+    return {**sample, "inputs": torch.rand(3, generator=generator)}
+
+
 class Numbers(Dataset):
     """Sample i is the number i; augmented, its inputs are random numbers."""
 
     def __init__(self, size: int, *, random: bool = False) -> None:
         self.size = size
         if random:
-            self.augment = lambda sample, generator: {
-                **sample,
-                "inputs": torch.rand(3, generator=generator),
-            }
+            self.augment = drawn
 
     def __len__(self) -> int:
         return self.size

@@ -8,7 +8,7 @@ from torchmetrics import Metric, MetricCollection
 from armature.strategies.base import models_of, move_others
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_containers_and_parts_of_others_are_none_and_a_part_of_torchscript_is_one():
     module = nn.Module()
     module.blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])

@@ -106,7 +106,8 @@ def _class(group: str, path: str, node: Schema, content: Schema) -> Class:
     if prefix == "data":  # of any data module
         more = {name: types.get(f"data.{name}", Any) for name in LOADER_KEYS + FOLD_KEYS}
         keys = {name: _of_type(hint) for name, hint in more.items()} | keys
-    more = {*signature.mentioned, *signatures.HYDRA_KEYS} - keys.keys()
+    mentioned = () if signature.open else signature.mentioned
+    more = {*mentioned, *signatures.HYDRA_KEYS} - keys.keys()
     keys |= {name: {} for name in sorted(more)}
     return target, keys, signature.open
 

@@ -220,7 +220,8 @@ def signature_of(found: Any) -> Signature:
         code = getattr(inspect.unwrap(function), "__code__", None)
         if not signature.open or code is None or "super" not in code.co_names:
             break
-        signature.mentioned |= {text for text in code.co_consts if isinstance(text, str)}
+        texts = {text for text in code.co_consts if isinstance(text, str)}
+        signature.mentioned |= texts - {"self"}
     return signature
 
 
