@@ -57,6 +57,8 @@ def quiet() -> None:
         ".*is smaller than the logging interval.*",
         ".*sampler has shuffling enabled.*",  # the order of an evaluation is drawn once
         "Total length of .* across ranks is zero",  # the feed names the split
+        "Your `IterableDataset` has `__len__` defined",  # the feed's loader has one
+        "torch.distributed.nn.functional.*deprecated",  # of self.all_gather(sync_grads=True)
     ):
         warnings.filterwarnings("ignore", message=message)
 
