@@ -2,8 +2,6 @@
 and path/test. Links are followed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from functools import cached_property
@@ -43,7 +41,7 @@ class ImageFiles(Dataset[Batch]):
     """
 
     def __init__(
-        self, files: list[tuple[Path, int | None]], data: ImageFolderData, *, margin: float
+        self, files: list[tuple[Path, int | None]], data: "ImageFolderData", *, margin: float
     ) -> None:
         self.files, self.size, self.flip, self.margin = files, data.size, data.flip, margin
         self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))

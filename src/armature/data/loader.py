@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.samples import BeginWorker, Samples, collated
+from armature.data.worker_signals import end_workers_at_exit
 
 # hooks that see a batch off the device
 BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
@@ -90,6 +91,7 @@ def fed(
     if num_workers:
         # Python 3.14 forks workers from a server; without this each would import torch
         multiprocessing.set_forkserver_preload([Samples.__module__])
+        end_workers_at_exit()
     pin = device is not None and device.type == "cuda"
     if pin and num_workers:
         # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
