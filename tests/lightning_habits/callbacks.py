@@ -163,14 +163,19 @@ HABITS = [
     fsdp(FinetunedBesideWhole, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
     fsdp(WeighsLoss, callback(ChangesLoss)),
     fsdp(Regressor, callback(Probe), name="Probe"),
-    # outside of autocast, one layer sharded and one whole
-    fsdp(
-        Regressor,
-        "trainer.precision=bf16-mixed",
-        callback(Probe),
-        name="ProbeBF16",
-        also=("strategy.min_num_params=100",),
-        random=True,
+    # one layer sharded and one whole; the probe is called outside of autocast
+    *(
+        fsdp(
+            Regressor,
+            *words,
+            name=name,
+            also=("strategy.min_num_params=100",),
+            random=True,
+        )
+        for name, *words in (
+            ("ProbeBF16", "trainer.precision=bf16-mixed", callback(Probe)),
+            ("BF16", "trainer.precision=bf16-true"),
+        )
     ),
     ddp(Regressor, callback(OnlineEvaluator), name="OnlineEvaluator", twice=True),
     fsdp(TrainsProbe, callback(AttachesProbe)),

@@ -255,8 +255,11 @@ def shard_units(
         policy = replace(arguments["mp_policy"], cast_forward_inputs=bool(found.of_model))
         own = {**stay_gathered, "mp_policy": policy, "ignored_params": found.whole}
         fully_shard(model, **own)
+    # under bf16-true whole weights are bf16, too
+    fp32 = any(param.dtype is torch.float32 for param in model.parameters())
+    rounded = options.param_dtype if fp32 else None
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
-        module.register_forward_hook(partial(_own_outputs, options.param_dtype), prepend=True)
+        module.register_forward_hook(partial(_own_outputs, rounded), prepend=True)
         module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
 
@@ -273,7 +276,7 @@ def _own_outputs(dtype: torch.dtype | None, module: nn.Module, args: Any, output
             return value
         if value.dtype is dtype and not torch.is_autocast_enabled(value.device.type):
             value = value.float()
-        elif value.requires_grad and value._is_view():
+        if value.requires_grad and value._is_view():
             value = value.clone()
         if value.requires_grad:
             value.register_hook(_refuse_graph)
