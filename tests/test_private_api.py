@@ -208,6 +208,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch._C._distributed_c10d", "_dump_fr_trace_json"),
     # ---------------------------------------------------------------- Hydra, Python
     ("hydra._internal.utils", "get_args_parser", ()),
+    ("hydra._internal.utils", "argparse"),
     ("atexit", "_run_exitfuncs"),
     ("sys", "_current_frames", ()),
     # ---------------------------------------------------------------- the simulator
@@ -288,7 +289,6 @@ TRANSFORMERS = [  # models/huggingface/ and finetune/built.py
     ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),
     ("transformers.modeling_utils:PreTrainedModel", "tp_plan"),
     ("transformers.modeling_utils:PreTrainedModel", "base_model_prefix"),
-    ("transformers.masking_utils", "find_packed_sequence_indices"),
     ("transformers", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     ("transformers", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
 ]

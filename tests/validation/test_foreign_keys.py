@@ -37,7 +37,7 @@ def answer(*typed: str) -> list[str]:
 
 # What users of the template type and what they are told. All of a list are answered together.
 REFUSED_AS_HYDRA_COMPOSES = {
-    "trainer=cpu": "Type trainer.accelerator=cpu.",
+    "trainer=ddp": "Type strategy=ddp trainer.devices=N.",
     "trainer.strategy=ddp_find_unused_parameters_true": "strategy.find_unused_parameters=true",
     "trainer.strategy=fsdp": "Type strategy=fsdp:",
     "strategy=fsdp_native": "Type strategy=fsdp.",

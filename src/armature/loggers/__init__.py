@@ -70,14 +70,9 @@ class Guarded:
                 self._reported = True
                 log.error(
                     "%s failed in %s (%s). The run continues; config.yaml and metrics.csv have "
-                    "the same.", type(self).__name__, name, masked(error_line(error)),
+                    "the same. After %d failures in a row it is not used again in this start.",
+                    type(self).__name__, name, masked(error_line(error)), MOST_FAILURES,
                 )  # fmt: skip
-            if self._in_a_row == MOST_FAILURES:
-                log.error(
-                    "%s failed %d times in a row and is not used again in this start.",
-                    type(self).__name__,
-                    MOST_FAILURES,
-                )
             return
         # log_metrics may call `save`, whose failure counts
         if name == "log_metrics" and self._in_a_row == before:

@@ -30,10 +30,17 @@ class WeightedMean(MeanMetric):
     NaN stays NaN, without the checks that wait for the device.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # bf16-true makes bf16 the default, in which a sum over many batches stalls
+        self.set_dtype(torch.promote_types(self.dtype, torch.float32))
+
     @override
     def update(self, value: float | Tensor, weight: float | Tensor = 1.0) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Add values and their weights, which are broadcast to the values' shape."""
-        value, weight = (torch.as_tensor(each).to(self.weight) for each in (value, weight))
+        value, weight = (
+            torch.as_tensor(each, dtype=self.dtype, device=self.device) for each in (value, weight)
+        )
         self.mean_value += (value * weight).sum()
         self.weight += weight.expand_as(value).sum()
 
@@ -214,13 +221,9 @@ class Task(L.LightningModule):
         self._log_metrics("test")
 
     def _of_this_epoch(self) -> dict[str, Metric]:
-        # bf16-true makes bf16 the default, in which a sum over many batches stalls
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.promote_types(default, torch.float32))
         self._metrics = self._metrics or {
             name: metric.to(self.device) for name, metric in self.metrics().items()
         }
-        torch.set_default_dtype(default)
         return self._metrics
 
     def _log_metrics(self, split: str) -> None:

@@ -77,8 +77,7 @@ FOREIGN: dict[str, str] = {
     "ckpt_path=last": _SAME,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
-    "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
-    "outputs/NAME",
+    "train": "Type python scripts/evaluate.py outputs/NAME, which measures without training",
     "test": "Type trainer.test_at_end={value}",
     "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
@@ -95,8 +94,7 @@ FOREIGN: dict[str, str] = {
     "optimizer.learning_rate": _LR,
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
-    "model.net": "Type model={value}: the group model is the network; the LightningModule is the "
-    "group task",
+    "model.net": "Type model={value}: the group model is the network, task the LightningModule",
     "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…: checkpoints are always saved",
     # ------------------------------------------------------------------ data
