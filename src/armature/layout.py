@@ -2,8 +2,6 @@
 rank. Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ class Layout:
     plan: Plan | None  # next to the model
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> Layout:
+    def of(cls, cfg: DictConfig) -> "Layout":
         """Return the layout of a configuration with its `auto` values decided.
 
         ConfigError: the axes do not fit.
@@ -53,7 +51,7 @@ class Layout:
     @classmethod
     def resolve(
         cls, strategy: Mapping[str, Any], *, world_size: int, plan: Plan | None = None
-    ) -> Layout:
+    ) -> "Layout":
         kind = _kind(str(strategy["_target_"]), world_size=world_size)
         options = (
             {**signatures.defaults_of(STRATEGIES[kind]), **strategy}

@@ -7,7 +7,6 @@ the folder, and `whole_state`, which reads it on rank 0.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
@@ -153,7 +152,7 @@ def _send(model: nn.Module, held: dict[str, Tensor], *, alone: bool) -> None:
         initialization.place(value, target)
 
 
-def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
+def _load(reader: "_Reader", tensors: dict[str, Tensor], *, alone: bool) -> None:
     with storage.expect_single_process(), storage.one_line_errors():
         dcp.load(
             dict(tensors),

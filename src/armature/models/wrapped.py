@@ -3,8 +3,6 @@
 The weights are not read here: a strategy does so, as for `armature.models.decoder.model.Decoder`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class WrappedModel(nn.Module):
         self.pretrained, self.inner = pretrained, inner
 
     @override
-    def _apply(self, fn: Any, recurse: bool = True) -> WrappedModel:
+    def _apply(self, fn: Any, recurse: bool = True) -> "WrappedModel":
         """Keep the type of computed tables, as of rotary frequencies, which 16 bits would round."""
         kept = [
             (module, name, buffer)

@@ -6,8 +6,6 @@ become more. The ranks that hold the same experts (`rest`) shard their weights (
 Shapes: M rows that leave this rank, D width, E experts, R ranks of the axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -135,7 +133,7 @@ class _Pass:
     repetition: of a backward in two parts there are several.
     """
 
-    running: ClassVar[_Pass | None] = None
+    running: ClassVar["_Pass | None"] = None
 
     def __init__(self, counts: list[Any], *, again: bool) -> None:
         self.counts, self.again = counts, again

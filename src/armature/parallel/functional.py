@@ -4,8 +4,6 @@ torch's functional operators are what torch.compile traces. With chunk and cat b
 what Inductor recognizes and overlaps with the matrix products around them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +28,7 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Ranks:
+    def of(cls, mesh: DeviceMesh) -> "Ranks":
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
     def sum(self, x: Tensor) -> Tensor:

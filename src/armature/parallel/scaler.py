@@ -3,7 +3,6 @@ step together.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
 
 from typing import Any
 
@@ -43,7 +42,7 @@ class SharedScaler(torch.amp.GradScaler):
     @classmethod
     def replacing(
         cls, scaler: torch.amp.GradScaler, *, device: torch.device, ranks: int
-    ) -> SharedScaler:
+    ) -> "SharedScaler":
         """Return one with the state of `scaler`, which has made no step."""
         shared = cls(device=device.type)
         shared.load_state_dict(scaler.state_dict())

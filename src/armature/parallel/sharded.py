@@ -5,7 +5,6 @@ These are the only changes of DTensor for the whole process.
 """
 
 # pyright: reportPrivateImportUsage=false
-from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
@@ -142,7 +141,7 @@ def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
 
 
 class _OfOneRank:
-    def __deepcopy__(self, memo: Any) -> _OfOneRank:
+    def __deepcopy__(self, memo: Any) -> "_OfOneRank":
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -1,7 +1,5 @@
 """The device that a plan is for: a file of configs/hardware/, or what this machine has."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence
@@ -126,7 +124,7 @@ class Device:
         )
         return link if here == ranks else min(link, here * network)
 
-    def shared_by(self, processes: int) -> Device:
+    def shared_by(self, processes: int) -> "Device":
         """Return one process's part of a CPU machine on which `processes` run; a GPU is never
         shared.
         """

@@ -1,7 +1,5 @@
 """A run reduced to the numbers that decide its memory and its seconds."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -168,7 +166,7 @@ class Setup:
         """Blocks of each rank of a pipeline, balanced as the pipeline balances them."""
         return _balanced(self.cost, self.axes["pipe"])
 
-    def with_(self, **changes: Any) -> Setup:
+    def with_(self, **changes: Any) -> "Setup":
         return replace(self, **changes)
 
 

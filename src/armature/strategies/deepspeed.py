@@ -2,8 +2,6 @@
 strategy reads.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 class EnginePrecision(StepPrecision):
     """The state of the engine's loss scale: Lightning's plugin has none."""
 
-    strategy: DeepSpeed  # pyright: ignore[reportIncompatibleVariableOverride]
+    strategy: "DeepSpeed"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @override
     def state_dict(self) -> dict[str, Any]:

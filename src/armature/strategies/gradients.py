@@ -2,8 +2,6 @@
 norms.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,7 +28,7 @@ from armature.strategies.update_mask import StepLeftOut, UpdateMask
 class StepPrecision(Precision):
     """Mixed in before a precision plugin's class: lets the strategy scale and clip gradients."""
 
-    strategy: GradientMixin
+    strategy: "GradientMixin"
 
     @override
     def _after_closure(self, model: L.LightningModule, optimizer: Any) -> None:

@@ -1,7 +1,5 @@
 """How long a run trains: trainer.max_steps and trainer.max_epochs."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Limits:
     def of(
         cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int,
         step: int = 0, seen: int = 0,
-    ) -> Limits:  # fmt: skip
+    ) -> "Limits":  # fmt: skip
         """Return the limits of a configuration. The one that is reached first ends the run.
 
         Args:

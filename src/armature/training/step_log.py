@@ -5,8 +5,6 @@ over the ranks and one copy to the host serve them all. `self.log` would take ab
 and step.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -73,7 +71,7 @@ class ExpertLoad:
         self.mixtures = mixtures
 
     @classmethod
-    def of(cls, module: nn.Module) -> ExpertLoad | None:
+    def of(cls, module: nn.Module) -> "ExpertLoad | None":
         """Return the monitor of the module's mixtures, or None if it has none."""
         mixtures = [model for model in module.modules() if hasattr(model, "load_LE")]
         return cls(mixtures) if mixtures else None
@@ -159,7 +157,7 @@ class StepLog(RunHooks, Callback):
         self._since = 0.0
 
     @classmethod
-    def of(cls, trainer: Trainer) -> StepLog:
+    def of(cls, trainer: Trainer) -> "StepLog":
         """The run's step log, to which a monitor adds its columns."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return next(callback for callback in callbacks if isinstance(callback, cls))

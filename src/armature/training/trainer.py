@@ -1,7 +1,5 @@
 """Lightning's Trainer with our loops and without its signal handlers."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -62,7 +60,7 @@ class LoggerConnector(_LoggerConnector):
             logs none.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         super().__init__(trainer)
         self._trainer = trainer
         self.reserved: frozenset[str] = frozenset()

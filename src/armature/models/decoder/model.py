@@ -8,8 +8,6 @@ Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value 
 C context.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -397,7 +395,7 @@ class Decoder(nn.Module):
         if self.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
+    def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         super()._apply(fn, recurse)
         self._tie()  # to_empty and to give each module its own parameter, which breaks the tie
         return self

@@ -10,8 +10,6 @@ hidden width,
 M = N * A rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -212,7 +210,7 @@ class Mixture(nn.Module):
         step_E = (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)
         self.bias += self.balance_rate * (step_E - step_E.mean())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
+    def _apply(self, fn: Any, recurse: bool = True) -> "Mixture":
         bias = self.bias
         super()._apply(fn, recurse)
         if (
