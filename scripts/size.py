@@ -48,7 +48,7 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "core": Limit(196_000, 145_000),
-    "optional": Limit(82_200, 60_000),
+    "optional": Limit(82_160, 60_000),
     "scripts, benchmarks": Limit(27_100, 27_100),
     "tests": Limit(262_220, 220_000),
     "documentation": Limit(21_050, 21_050),

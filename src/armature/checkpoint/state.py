@@ -221,9 +221,8 @@ def check_names(
 def _check_names(source: Path, missing: Iterable[str], surplus: Iterable[str]) -> None:
     if missing or surplus:
         raise ConfigError(
-            f"{source} holds another model's weights. "
-            f"Not in the checkpoint: {_few(sorted(missing))}. "
-            f"Not in the model: {_few(sorted(surplus))}."
+            f"{source} holds another model's weights. Not in the checkpoint: "
+            f"{_few(sorted(missing))}. Not in the model: {_few(sorted(surplus))}."
         )
 
 

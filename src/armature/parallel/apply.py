@@ -255,9 +255,9 @@ def shard_units(
         policy = replace(arguments["mp_policy"], cast_forward_inputs=bool(found.of_model))
         own = {**stay_gathered, "mp_policy": policy, "ignored_params": found.whole}
         fully_shard(model, **own)
-    # under bf16-true whole weights are bf16, too
+    # what follows a unit is in bf16, too, under bf16-true or if the model gathers its own weights
     fp32 = any(param.dtype is torch.float32 for param in model.parameters())
-    rounded = options.param_dtype if fp32 else None
+    rounded = options.param_dtype if fp32 and not found.of_model else None
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
         module.register_forward_hook(partial(_own_outputs, rounded), prepend=True)
         module.register_forward_hook(experts.reshard_without_grad)

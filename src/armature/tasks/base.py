@@ -57,9 +57,8 @@ def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
         )
         raise TypeError(
             f'A batch has {form}: each sample of `dataset(split)` must be {{"inputs": Tensor, '
-            f'"targets": Tensor}}. '
-            "For samples of another form, write a task whose training_step, validation_step and "
-            "test_step read them."
+            f'"targets": Tensor}}. For samples of another form, write a task whose training_step, '
+            "validation_step and test_step read them."
         ) from None
 
 

@@ -45,16 +45,14 @@ FOREIGN: dict[str, str] = {
     "accumulate_grad_batches": _ACCUMULATE,
     "val_check_interval": _EVERY,
     "check_val_every_n_epoch": _EVERY,
-    "min_epochs": "Type trainer.max_steps=… or trainer.max_epochs=…, and "
-    "callbacks=early_stopping to end earlier",
+    "min_epochs": "Type trainer.max_steps=…, and callbacks=early_stopping to end earlier",
     "enable_checkpointing": _CHECKPOINTS,
     "default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
     "sync_batchnorm": "It is on. To turn it off, type strategy=ddp strategy.sync_batchnorm=false",
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
-    "num_sanity_val_steps": "Leave it out: nothing is validated before training. Type debug=fast "
-    "to try every part",
+    "num_sanity_val_steps": "Leave it out, and type debug=fast to try every part first",
     "enable_progress_bar": "Leave it out: outside of a terminal there is no bar",
     "checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
     # its older arguments
@@ -133,8 +131,7 @@ FOREIGN: dict[str, str] = {
 INEFFECTIVE = {
     "hydra.run.dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
     "hydra.sweep.dir": "Type run.root=… (holds all runs) and run.name=… (this sweep)",
-    "hydra.sweep.subdir": "A trial's directory is its number. Type run.root=… and run.name=… for "
-    "that of the sweep",
+    "hydra.sweep.subdir": "A trial's directory is its number. run.root=… and run.name=… hold it",
     "hydra.output_subdir": "config.yaml and overrides.txt are in the run directory. Leave it out",
     "hydra.job.chdir": "A run never changes its directory. Leave it out",
     "hydra.job.name": "Type run.name=…",
