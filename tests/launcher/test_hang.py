@@ -1,7 +1,6 @@
 """The report about a hang says where each rank was and in which collective it waited."""
 
 import json
-import socket
 import sys
 
 import pytest
@@ -62,8 +61,3 @@ def test_ranks_that_another_launcher_started_end_themselves(corpus):
     log = forked.shared().cwd / "outputs" / "hanging" / "logs" / "rank_0001.log"
     assert "Timeout (0:00:02)!" in log.read_text()
     assert "hanging.py" in log.read_text()
-
-
-def test_a_free_port_is_given_to_nobody_else():
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", forked.free_port()))

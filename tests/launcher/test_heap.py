@@ -56,10 +56,7 @@ def faults(accelerator: str = "cpu", **environ: str) -> int:
     """Return the page faults of 5 × 32 MiB in a new process, after keep_freed_memory."""
     code = ALLOCATE.format(accelerator=accelerator)
     environ = running.environment(PYTHONPATH=str(running.ROOT / "src"), **environ)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
+    return int(subprocess.check_output([sys.executable, "-c", code], env=environ))
 
 
 @pytest.mark.parametrize(

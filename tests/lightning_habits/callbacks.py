@@ -135,6 +135,8 @@ class WeighsLoss(Regressor):
         return self.weight_of_loss * super().training_step(batch, batch_idx)
 
 
+# fsdp shards one layer of Regressor, and leaves one whole
+BESIDE_WHOLE = {"also": ("strategy.min_num_params=100",), "random": True}
 HABITS = [
     ddp(Regressor, callback(KeepsBest), name="KeepsBest"),
     ddp(
@@ -163,20 +165,15 @@ HABITS = [
     fsdp(FinetunedBesideWhole, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
     fsdp(WeighsLoss, callback(ChangesLoss)),
     fsdp(Regressor, callback(Probe), name="Probe"),
-    # one layer sharded and one whole; the probe is called outside of autocast
-    *(
-        fsdp(
-            Regressor,
-            *words,
-            name=name,
-            also=("strategy.min_num_params=100",),
-            random=True,
-        )
-        for name, *words in (
-            ("ProbeBF16", "trainer.precision=bf16-mixed", callback(Probe)),
-            ("BF16", "trainer.precision=bf16-true"),
-        )
+    # the probe is called outside of autocast
+    fsdp(
+        Regressor,
+        "trainer.precision=bf16-mixed",
+        callback(Probe),
+        name="ProbeBF16",
+        **BESIDE_WHOLE,
     ),
+    fsdp(Regressor, "trainer.precision=bf16-true", name="BF16", **BESIDE_WHOLE),
     ddp(Regressor, callback(OnlineEvaluator), name="OnlineEvaluator", twice=True),
     fsdp(TrainsProbe, callback(AttachesProbe)),
 ]

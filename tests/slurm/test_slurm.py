@@ -197,6 +197,7 @@ def test_the_time_limit_requeues_with_a_checkpoint(submit, limited):
 
 def test_a_job_stops_by_itself_before_the_time_limit(submit, unwarned):
     submit.assert_went_on_to_the_end(unwarned, world_size=1)
+    assert "time_limit at step" in submit.log(unwarned)
     assert "Stopped before the job's time limit after step" in submit.log(unwarned)
 
 
@@ -224,3 +225,6 @@ def test_an_array_trains_a_seed_in_each_task(submit):
         submit.slurm.wait_for_state(f"{array}_{seed}", "COMPLETED", seconds=90)
         config = (submit.run_dir(f"{array}_{seed}") / "config.yaml").read_text()
         assert f"\nseed: {seed}\n" in config
+    assert running.losses(submit.run_dir(f"{array}_3")) != running.losses(
+        submit.run_dir(f"{array}_5")
+    )

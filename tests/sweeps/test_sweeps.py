@@ -150,6 +150,10 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
             "optimizer.lr=1,2: not read, since an option stands before",
         ),
         (
+            ["--trainer.max_steps=3"],
+            "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3.",
+        ),
+        (
             ["--experiment=digits"],
             "--experiment=digits: keys have no hyphens. Type experiment=digits.",
         ),

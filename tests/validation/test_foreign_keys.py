@@ -37,6 +37,7 @@ def answer(*typed: str) -> list[str]:
 
 # What users of the template type and what they are told. All of a list are answered together.
 REFUSED_AS_HYDRA_COMPOSES = {
+    "trainer=cpu": "Type trainer.accelerator=cpu.",
     "trainer=ddp": "Type strategy=ddp trainer.devices=N.",
     "trainer.strategy=ddp_find_unused_parameters_true": "strategy.find_unused_parameters=true",
     "trainer.strategy=fsdp": "Type strategy=fsdp:",
@@ -67,12 +68,14 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "+trainer.gradient_clip_val=0.5": "exists already. Leave out the plus: type "
     "trainer.gradient_clip_val=0.5.",
     "+trainer.max_steps=many": "must be a whole number from 1 to",
+    "+strategy=ddp": "exists already. Leave out the plus: type strategy=ddp.",
     "model.kv_heads=2": "type +model.kv_heads=2.",
     "test=False": "Type trainer.test_at_end=False.",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     # a hint never names the opposite
     "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",
     "trainer.train_every_n_steps=3": "Did you mean 'trainer.log_every_n_steps'?",
+    "trainer.devces=3": "Did you mean 'trainer.devices'?",
     "training.steps=3": "Did you mean 'trainer.max_steps'?",
 }
 REFUSED_BY_THE_CHECK = {
