@@ -101,12 +101,9 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     folders = filter(os.path.isdir, filter(None, [arguments.config_dir]))
     typed = [*map(searching, folders), *arguments.overrides]
     problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
-    problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(
-        arguments.config_dir
-    )
+    problems += foreign_keys.ineffective(typed) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
-        typed_mode = any("hydra.mode" in each for each in arguments.overrides)
-        multirun = arguments.multirun or typed_mode
+        multirun = arguments.multirun or any("hydra.mode" in each for each in arguments.overrides)
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
@@ -193,8 +190,7 @@ def compose(typed: Sequence[str]) -> DictConfig:
     except (*CONFIG_ERRORS, TypeError, ValueError) as error:
         # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides)) from error
-    problems = _merged_problems([each for each in overrides if not each.endswith("=[]")])
-    problems += [
+    problems = _merged_problems(overrides) + [
         f"{name}: a value is required. Type {name}=…"
         for name in map(str, cfg)
         if OmegaConf.is_missing(cfg, name)
@@ -331,13 +327,11 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
 
 
 def _merged_problems(overrides: Sequence[str]) -> list[str]:
-    merged = [
-        group for group in ONE_OPTION if any(each.startswith(f"{group}=[") for each in overrides)
-    ]
     return [
         f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a "
         f"run with each of several, -m {g}=A,B."
-        for g in merged
+        for g in ONE_OPTION
+        if any(each.startswith(f"{g}=[") for each in overrides)
     ]
 
 
@@ -345,10 +339,10 @@ def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
     """Return what is wrong with sweep=NAME and sweep.parallel=: several values, or one where a
     single run is started.
     """
-    pairs = [(each, *each.partition("=")[::2]) for each in overrides]
     chosen = {
         each: value
-        for each, key, value in pairs
+        for each in overrides
+        for key, _, value in [each.partition("=")]
         if key == "sweep.parallel" or (key == "sweep" and value not in ("null", "[]"))
     }
     several = [
@@ -357,11 +351,10 @@ def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
         for each, value in chosen.items()
         if value.startswith("[") or "," in value or "(" in value
     ]
-    alone = [
+    return several or [
         f"{e}: here it has no effect. Leave it out; python train.py -m {e} starts the sweep."
-        for e in chosen
+        for e in (() if multirun else chosen)
     ]
-    return several or ([] if multirun else alone)
 
 
 def _sweep_name(cfg: DictConfig) -> str:

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import get_args
 
 from armature.config import Config, Keys
+from armature.project import options
 
 _BATCH = (
     "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or "
@@ -88,7 +89,6 @@ FOREIGN: dict[str, str] = {
     "datamodule.*": "Type data.… instead of datamodule.…",
     "lr": _LR,
     "model.lr": _LR,
-    "task.lr": _LR,
     "optimizer.learning_rate": _LR,
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
@@ -174,11 +174,16 @@ def ineffective(overrides: list[str]) -> list[str]:
     """Return the overrides of Hydra's own keys that would change nothing, with what to type
     instead.
     """
-    named = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    files = {f"local={each}" for each in ("null", *options("local"))}  # of which Hydra needs none
     return [
-        f"{override}: this has no effect here. {INEFFECTIVE[key]}."
-        for override, key in named.items()
-        if key in INEFFECTIVE and override.lstrip("+") not in _HARMLESS
+        f"{each}: there is no configs/local/{each[6:]}.yaml.{nearest(each, files)}"
+        for each in {*overrides} - files
+        if re.fullmatch(r"local=\w+", each) and "searchpath" not in str(overrides)
+    ] + [
+        f"{each}: this has no effect here. {INEFFECTIVE[key]}."
+        for each in overrides
+        if (key := each.lstrip("+~").partition("=")[0]) in INEFFECTIVE
+        and each.lstrip("+") not in _HARMLESS
     ]
 
 

@@ -57,8 +57,7 @@ def apply(
                 cfg[key] = _option(key, value)
         # keys of a loader are of a plain LightningDataModule
         elif not (changes or of_callback) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
-            known = [path for path, _ in values.walk(config.unresolved(cfg))]
-            add = foreign_keys.nearest(key, known)
+            add = foreign_keys.nearest(key, dict(values.walk(config.unresolved(cfg))))
             if of_callback and changes:
                 add = f" To add it, type +{override}."
             what = f"{override}: the run's configuration has no key"
