@@ -145,7 +145,7 @@ class MetricsCSV(NoLogger):
                 self._rewrite(columns, [*read(self.file)[1], *rows])
             else:
                 with self.file.open("a", newline="") as file:
-                    csv.DictWriter(file, self._columns).writerows(rows)
+                    csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         except OSError as error:
             if not self._failed:
                 log.error(
@@ -163,7 +163,7 @@ class MetricsCSV(NoLogger):
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         files.replace(self.file, text.getvalue())

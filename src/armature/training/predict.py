@@ -255,7 +255,7 @@ def merge(parts: list[Path], file: Path) -> int:
                 if file.suffix == ".jsonl":
                     stream.writelines(json.dumps(row) + "\n" for row in read())
                 elif columns := dict.fromkeys(column for row in read() for column in row):
-                    writer = csv.DictWriter(stream, [*columns])
+                    writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
                     writer.writeheader()
                     writer.writerows({k: _cell(v) for k, v in row.items()} for row in read())
     return sum(1 for _ in read())
