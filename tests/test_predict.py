@@ -29,8 +29,8 @@ class Ten(DataModule):
 
 class Predictor(L.LightningModule):
     def predict_step(self, batch, batch_idx):
-        names = [f"n{i}" for i in batch["targets"].tolist()]
-        return {"scores": {"x": batch["inputs"].bfloat16()}, "pair": (batch["targets"], names)}
+        names = tuple(f"n{i}" for i in batch["targets"].tolist())
+        return {"scores": {"x": [*batch["inputs"].bfloat16()]}, "pair": (batch["targets"], names)}
 
 
 def parts(folder, ranks, task=None, make=lambda: Feed(Ten(), eval_batch_size=2)):

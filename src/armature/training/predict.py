@@ -182,11 +182,10 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
     """Return plain values by column for each of `count` samples.
 
     A tensor (B, …) is the column `prediction`. Dicts and tuples of such tensors have a column for
-    each, named by its path, as in `scores/car` or `0`. A list of B values or dicts holds one for
-    each sample.
+    each, named by its path, as in `scores/car` or `0`. A list of B values of any size, or dicts,
+    holds one for each sample.
     """
-    is_list = isinstance(outputs, list) and len(outputs) == count
-    if is_list and not all(_length(each) == count for each in outputs):
+    if isinstance(outputs, list) and len(outputs) == count:
         plain = [_plain(each) for each in outputs]
         return [each if isinstance(each, dict) else {"prediction": each} for each in plain]
     columns = dict(_columns(outputs, ""))
@@ -197,7 +196,8 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
         shape = f"of shape {tuple(found.shape)}" if hasattr(found, "shape") else f"{found!r:.60}"
         raise ConfigError(
             f"{owner}.predict_step returned {name}{shape} for a batch of "
-            f"{count} samples. Its first dimension must be the samples: return a row for each."
+            f"{count} samples. Its first dimension must be the samples: return a row for each, "
+            "several columns as a tuple."
         )
     values = {name: _plain(column) for name, column in columns.items()}
     return [{name: column[i] for name, column in values.items()} for i in range(count)]
@@ -205,10 +205,8 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
 
 def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     named = value._asdict() if hasattr(value, "_asdict") else value
-    is_sequence = isinstance(named, tuple) or (
-        isinstance(named, list) and any(isinstance(v, Tensor) for v in named)
-    )
-    if is_sequence:
+    # texts of samples: torch's own collate makes a tuple of them
+    if isinstance(named, tuple) and not all(isinstance(v, (str, int, float)) for v in named):
         named = {str(i): each for i, each in enumerate(named)}
     if isinstance(named, dict):
         for key, each in named.items():
@@ -219,7 +217,7 @@ def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _length(value: Any) -> int | None:
     is_array = isinstance(value, (Tensor, np.ndarray))
-    return len(value) if (value.ndim if is_array else isinstance(value, list)) else None
+    return len(value) if (value.ndim if is_array else isinstance(value, (list, tuple))) else None
 
 
 def _plain(value: Any) -> Any:
