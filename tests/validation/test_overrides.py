@@ -81,9 +81,10 @@ def test_an_unknown_key_is_refused(typed, tmp_path):
         changed(REFERRING, tmp_path, typed)
 
 
-def test_a_null_and_a_key_of_the_adapter_can_be_set(tmp_path):
-    assert changed(REFERRING, tmp_path, "data.train_limit=5").data.train_limit == 5
-    assert changed(REFERRING, tmp_path, "data.global_batch_size=5").data.global_batch_size == 5
+def test_a_null_a_key_of_the_adapter_and_one_of_the_class_can_be_set(tmp_path):
+    typed = "data.train_limit=5", "data.global_batch_size=5", "+data.new=5"
+    data = changed(REFERRING, tmp_path, *typed).data
+    assert data.train_limit == data.global_batch_size == data.new == 5
 
 
 def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from armature.validation.composing import composing
 from armature.validation.quoting import quoted
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
+_OPEN = ("callbacks", "data", "task")  # what their classes take may be added
 _OF_LOADERS = [f"data.{name}" for name in LOADER_KEYS]
 
 
@@ -46,9 +47,9 @@ def apply(
             problems.append(compose.of_no_form(override))
             continue
         key, _, value = override.partition("=")
-        of_callback = parsed.key_or_group.startswith("callbacks.")
+        group = parsed.key_or_group.partition(".")[0]
         changes = not (parsed.is_add() or parsed.is_delete())
-        if of_callback and not changes and not calls_callbacks:
+        if group == "callbacks" and not (changes or calls_callbacks):
             problems.append(
                 f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
             )
@@ -56,24 +57,19 @@ def apply(
             with open_dict(cfg):
                 cfg[key] = _option(key, value)
         # keys of a loader are of a plain LightningDataModule
-        elif not (changes or of_callback) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
+        elif not (changes or group in _OPEN) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
             add = foreign_keys.nearest(key, dict(values.walk(config.unresolved(cfg))))
-            if of_callback and changes:
-                add = f" To add it, type +{override}."
-            what = f"{override}: the run's configuration has no key"
-            problems.append(f"{what} '{parsed.key_or_group}'.{add}")
+            if changes and group in _OPEN:
+                add = f" To add it, type +{override}.{add}"
+            what = f"{override}: the run's configuration has no key '{parsed.key_or_group}'."
+            problems.append(what + add)
     if problems:
         raise ConfigError(problems)
-    nodes = {
-        group: cfg[group]
-        for group in ("model", "data", "task")
-        if isinstance(cfg.get(group), DictConfig)
-    }
     if empty := [
         f"{group}.{key}"
-        for group, node in nodes.items()
-        for key in node
-        if OmegaConf.is_missing(node, key)
+        for group in ("model", "data", "task")
+        for key in cfg.get(group) or ()
+        if OmegaConf.is_missing(cfg[group], key)
     ]:
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
     tokenizer = run_dir / TOKENIZER_FILE
