@@ -53,7 +53,9 @@ def test_a_file_that_is_no_safetensors_is_named(model, content):
 
 def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "pickled (pytorch_model.bin)" in folder.weights(tmp_path).problems[0]
+    [problem] = folder.weights(tmp_path).problems
+    assert "pickled (pytorch_model.bin)" in problem
+    assert "save_for_hf(…, safe_serialization=True)" in problem
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):

@@ -227,7 +227,8 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
     raise ConfigError(
         f"data.path: {file.path} is not UTF-8 text (byte {offset + wrong:,} is "
         f"0x{data[wrong]:02x}). Leave it out, or convert it, for example: iconv -f latin1 -t utf-8 "
-        "(or -f utf-16)."
+        "(or -f utf-16); Parquet with pandas: read_parquet('x.parquet').to_json('x.jsonl', "
+        "orient='records', lines=True)."
     )
 
 

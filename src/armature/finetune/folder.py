@@ -253,8 +253,8 @@ def _weight_files(folder: Path) -> list[str]:
     if found := sorted(pickled):
         raise ConfigError(
             f"{folder}: its weights are pickled ({some(found)}), which can run code when they are "
-            "loaded, and so they never are. Convert them: transformers' save_pretrained writes "
-            "safetensors."
+            "loaded, and so they never are. Convert them: transformers' save_pretrained, or timm's "
+            "save_for_hf(…, safe_serialization=True), writes safetensors."
         )
     if (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder}: an adapter, not a model. Name the folder of its base model.")

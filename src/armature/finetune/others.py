@@ -50,7 +50,7 @@ def image_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"model.pretrained={name}: config.json: it has no architecture, the name of a model of "
             f"timm{kind}. Name a "
-            "folder as timm's save_for_hf writes it."
+            "folder as timm's save_for_hf(…, safe_serialization=True) writes it."
         )
     made: Any = config.get("pretrained_cfg") or config  # older folders have its entries at the top
     args: Any = config.get("model_args") or {}
