@@ -23,7 +23,7 @@ def end(tmp_path, monkeypatch):
     answers = {
         "srun": 'echo "$*" >ran; eval "$MEANWHILE"; exit "$CODE"',
         "scontrol": '[ "$1" = show ] && echo "JobId=7 JobState=RUNNING " || echo "$*" >>requeued',
-        "python": 'case " $* " in *" -m "* | *,*) exit 1 ;; esac; '
+        "python": 'echo "$*" >asked; case " $* " in *" -m "* | *,*) exit 1 ;; esac; '
         'printf "name: $NAME\\nroot: outputs\\n"',
     }
     for name, answer in answers.items():
@@ -42,7 +42,6 @@ def end(tmp_path, monkeypatch):
         environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHON": "python",
             "SLURM_JOB_ID": "7",
             "SLURM_ARRAY_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "1",
@@ -50,9 +49,8 @@ def end(tmp_path, monkeypatch):
             "NAME": name,
             "MEANWHILE": meanwhile,
         }
-        command = ["bash", str(script), *typed]
         result = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+            ["bash", script, *typed], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert result.returncode == (0 if requeued.exists() else code % 200)
         return requeued.exists(), result.stderr
@@ -114,7 +112,7 @@ def test_a_failed_run_is_not_requeued(end):
         assert not end(code, SAVED)[0]
 
 
-SWEEP = ("-m", "seed=0,1", "run.name=run")
+SWEEP = ("-m", "experiment=mine", "seed=0,1", "run.name=run")
 
 
 def of_trial(command: str) -> str:
@@ -124,6 +122,8 @@ def of_trial(command: str) -> str:
 def test_a_sweep_is_requeued_if_any_trial_made_progress(end, tmp_path):
     assert [end(138, of_trial(SAVED), *SWEEP)[0] for _ in range(5)] == [True] * 5
     assert (tmp_path / "outputs" / "run" / "logs" / "requeues").is_file()
+    # run.root may be the experiment's
+    assert (tmp_path / "asked").read_text().startswith("train.py experiment=mine run.name=run ")
     requeued, told = end(138, "", *SWEEP)
     assert not requeued
     assert "Raise --time" in told

@@ -62,13 +62,13 @@ class Submitter:
                 "scripts/slurm/train.sbatch",
             ],
         )
-        environment = {
-            "ARMATURE_CACHE": str(self.folder / "cache"),
-            "PYTHON": sys.executable,
-            "PYTHONPATH": str(self.folder),
-            "SLOW_SECONDS": str(slow_seconds),
-        }
-        return self.slurm.run(*arguments, **environment).strip()
+        return self.slurm.run(
+            *arguments,
+            ARMATURE_CACHE=str(self.folder / "cache"),
+            PYTHON=sys.executable,
+            PYTHONPATH=str(self.folder),
+            SLOW_SECONDS=str(slow_seconds),
+        ).strip()
 
     def run_dir(self, job: str) -> Path:
         return self.folder / "outputs" / job
@@ -182,11 +182,9 @@ def test_a_rank_that_fails_ends_the_job(submit):
 def test_a_mistake_is_not_requeued(submit):
     job = submit([], "trainer.num_nodes=2")
     wrong = submit(["--ntasks=2"], "trainer.devices=4")
-    failed = {
-        name: submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60)
-        for name in (job, wrong)
-    }
-    assert {(job["ExitCode"], job["Restarts"]) for job in failed.values()} == {("2:0", "0")}
+    for name in (job, wrong):
+        ended = submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60)
+        assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
     assert "Type trainer.devices=2 trainer.num_nodes=1" in submit.log(wrong)
 
 
@@ -204,7 +202,7 @@ def test_a_job_stops_by_itself_before_the_time_limit(submit, unwarned):
 def test_a_preempted_job_goes_on_after_the_urgent_one(submit):
     job = submit([])
     submit.wait_for_rows(job)
-    urgent = [
+    urgent = submit.slurm.run(
         "sbatch",
         "--parsable",
         "--partition=urgent",
@@ -212,8 +210,7 @@ def test_a_preempted_job_goes_on_after_the_urgent_one(submit):
         "--exclusive",
         "--output=/dev/null",
         "--wrap=true",
-    ]
-    urgent = submit.slurm.run(*urgent).strip()
+    ).strip()
     submit.slurm.wait_for_state(urgent, "COMPLETED", seconds=60)
     submit.assert_went_on_to_the_end(job, world_size=1)
     assert "SIGTERM at step" in submit.log(job)

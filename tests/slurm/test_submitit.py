@@ -1,21 +1,18 @@
 """A grid whose trials are jobs of submitit, on a real Slurm."""
 
 import csv
-import subprocess
-import sys
 
 import pytest
 
 from tests import running
-from tests.sweeps.test_sweeps import SMALL
+from tests.sweeps.test_sweeps import SMALL, TRAIN
 
 
 @pytest.mark.slow
 def test_a_grid_runs_as_jobs_of_submitit_and_continues_by_the_same_command(slurm, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     command = [
-        sys.executable,
-        str(running.ROOT / "train.py"),
+        *TRAIN,
         "-m",
         *SMALL,
         "seed=0,1",
@@ -26,14 +23,7 @@ def test_a_grid_runs_as_jobs_of_submitit_and_continues_by_the_same_command(slurm
         "hydra.launcher.timeout_min=5",
     ]
     for _ in range(2):
-        result = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=slurm.environment,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
+        result = running.run(command, cwd=tmp_path, env=slurm.environment, timeout=180, fork=False)
         assert result.returncode == 0, result.stderr[-6000:]
         assert "2 of 2 trials finished" in result.stderr
     folder = tmp_path / "outputs" / "grid"

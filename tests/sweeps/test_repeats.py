@@ -1,8 +1,6 @@
 """Statistics over seeds and folds."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -38,9 +36,7 @@ def test_equal_seeds_and_folds_are_compared_in_pairs(tmp_path):
     one = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
     write(tmp_path / "a", one, "optimizer=sgd")
     write(tmp_path / "b", {(0, 1): 0.5, (1, 0): 0.7, (0, 0): 0.2, (5, 0): 0.9}, "optimizer=muon")
-    command = [sys.executable, str(running.ROOT / "scripts" / "runs.py"), "compare", "a", "b"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = running.call("scripts/runs.py", "compare", "a", "b", cwd=tmp_path)
     table, difference = result.stdout.split("\n\n")
     assert table.splitlines()[1].split() == ["a", "sgd", "3", "0.2", "±", "0.1"]
     assert difference.startswith("b minus a, paired by seed and fold:")
