@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from hydra import compose
+from omegaconf import OmegaConf
 
 from armature import config, hardware
 from armature.sweeps import pool
+from armature.validation import checks
 from armature.validation.composing import composing
 from tests import running
 from tests.sweeps.test_sweeps import SMALL, TRAIN, sweep
@@ -96,6 +98,16 @@ def test_trials_on_a_cpu_share_its_cores(results, capsys):
     _, seen = results(3, "trainer.accelerator=cpu", "sweep.parallel=3")
     assert max(map(len, at_once(capsys.readouterr().err))) == 3
     assert {each["OMP_NUM_THREADS"] for each in seen} == {"5"}
+
+
+def test_a_trial_whose_task_does_not_take_the_default_model_is_finished_too(tmp_path):
+    words = ["data=digits", "task._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
+    with composing():
+        cfg = compose("train", words)
+    checks.forget_unused_groups(ended := cfg.copy())
+    OmegaConf.save(ended, tmp_path / "config.yaml")
+    (tmp_path / "summary.json").write_text('{"stop_reason": "finished"}')
+    assert pool._is_finished(tmp_path, cfg)
 
 
 @pytest.mark.slow

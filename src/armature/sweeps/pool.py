@@ -320,10 +320,8 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
     if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
         return False
     recorded = config.load(run_dir / "config.yaml")
-    try:  # a group that the task does not take may refer to what these data do not have
-        here, there = config.without_secrets(cfg), config.without_secrets(recorded)
-    except Exception:
-        return False
+    checks.forget_unused_groups(cfg)
+    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
     found = resume.differences(here, there, resume.RESULT_GROUPS)
     found |= {
         key: (cfg.trainer[key], recorded.trainer[key])

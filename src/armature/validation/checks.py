@@ -115,7 +115,7 @@ def _checked(
     if OmegaConf.select(cfg, "task._target_") is not None:
         if problems := lightning_parts.misplaced_problems(cfg):
             raise ConfigError(problems)
-        _forget_unused_groups(cfg)
+        forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
     cfg = pretrained.fill(values.written_out(cfg))
@@ -202,7 +202,7 @@ def _key_problems(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _forget_unused_groups(cfg: DictConfig) -> None:
+def forget_unused_groups(cfg: DictConfig) -> None:
     """Replace a group that the task does not take, if it refers to keys that these data do not
     have.
     """
