@@ -8,7 +8,6 @@ import zipfile
 
 import pytest
 
-from armature import project
 from tests.running import ROOT, losses
 
 COMMAND = [sys.executable, "-m", "armature.command"]
@@ -92,16 +91,17 @@ def test_a_wheel_has_the_configs_and_the_scripts(tmp_path):
         for path in ROOT.glob(pattern):
             shutil.copy(path, tmp_path)
     (tmp_path / "configs" / "local" / "default.yaml").write_text("{}\n")
-    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    build = "from setuptools.build_meta import *; build_wheel('.'); build_editable('.')"
     call(build, cwd=tmp_path, command=[sys.executable, "-c"])
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = [path for path in project.SHIPPED.rglob("*") if path.suffix in (".yaml", ".json")]
-    wanted = {f"armature/configs/{path.relative_to(project.SHIPPED)}" for path in shipped}
+    wheels = sorted(tmp_path.glob("*.whl"))
+    editable, names = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
+    shipped = [*(ROOT / "configs").rglob("*"), *(ROOT / "scripts").rglob("*.py")]
+    kinds = (".yaml", ".json", ".py")
+    wanted = {f"armature/{path.relative_to(ROOT)}" for path in shipped if path.suffix in kinds}
     wanted -= {"armature/configs/local/default.yaml"}
-    scripts = (ROOT / "scripts").rglob("*.py")
-    wanted |= {f"armature/{path.relative_to(ROOT)}" for path in scripts}
     wanted |= {f"armature/scripts/project/{name}" for name in (".gitignore", "Makefile")}
     wanted |= {"armature/pages/page.css", "armature/data/digits.csv.gz", "example/model.py"}
     assert wanted <= names
     assert "armature/configs/local/default.yaml" not in names
+    # a path to src/, not a finder, which a folder of the same name would precede
+    assert not [name for name in editable if "finder" in name]
