@@ -82,7 +82,7 @@ def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_
 
 def test_batchnorm_and_optimizers_by_hand_change_their_layout(runs):
     for module, at in (("Normalized", 5), ("Adversarial", 10)):
-        command, run_dir = of_user(module), runs.new()
+        command, run_dir = of_user(module, "checkpoint.background=true"), runs.new()
         runs.start(run_dir, command, "fsdp 2", signal_at([at]), expect=143)
         runs.start(run_dir, command, "single")
         runs.assert_close(run_dir, runs.straight(command))
