@@ -62,7 +62,8 @@ def test_other_settings_of_optimizer_and_schedule_take_effect(typed, runs):
 def test_what_a_hook_has_set_stays_unless_it_is_typed(runs):
     changed = "+callbacks.set={_target_:tests.plain_parts.SetDecay,step:2,value:5}"
     usual, _ = runs.train(*USUAL, changed)
-    kept, stop, output = resumed(runs, usual=(*USUAL, changed))
+    # the module takes no group `optimizer`
+    kept, stop, output = resumed(runs, "optimizer=adamw", usual=(*USUAL, changed))
     assert column(kept, "train/loss") == column(usual, "train/loss")
     assert "other settings" not in output
     faster, *_ = resumed(runs, "+task.lr=0.2", usual=(*USUAL, changed))

@@ -122,11 +122,13 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     found = []
     whole = ("model", "task._target_", "task.adapter", "optimizer._target_")
     for group in ("model",) if directory.is_file(checkpoint) else whole:
-        there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
-        kind = f"{group}._target_"
+        if group.split(".")[0] in signatures.unused(cfg.task):
+            continue
+        there, here = (flat(OmegaConf.select(c, group), group) for c in (saved, cfg))
+        kind, keys = f"{group}._target_", sorted(there.keys() | here.keys())
         if there.get(kind) != here.get(kind):  # their other keys have nothing in common
-            there, here = ({kind: each.get(kind)} for each in (there, here))
-        for key in sorted(there.keys() | here.keys()):
+            keys = [kind]
+        for key in keys:
             now, then = here.get(key), there.get(key)
             # rates may change, sizes may not; of an adapter, alpha is part of what the weights
             # compute; the folder of a pretrained model may have moved
@@ -157,7 +159,8 @@ def changes_line(cfg: DictConfig, checkpoint: Path) -> str | None:
     recorded = None if directory.is_file(checkpoint) else _recorded_run(cfg, checkpoint)
     if recorded is None:
         return None
-    changed = differences(config.without_secrets(cfg), config.without_secrets(recorded[1]))
+    used = [group for group in GROUPS if group not in signatures.unused(cfg.task)]
+    changed = differences(config.without_secrets(cfg), config.without_secrets(recorded[1]), used)
     named = [f"{k}={now} (was {then})" for k, (now, then) in changed.items() if k not in PER_START]
     if not named:
         return None
@@ -170,7 +173,7 @@ def changes_line(cfg: DictConfig, checkpoint: Path) -> str | None:
 
 
 def differences(
-    here: dict[str, Any], there: dict[str, Any], groups: Sequence[str] = GROUPS
+    here: dict[str, Any], there: dict[str, Any], groups: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
     """Return by key the values of two configurations in which they differ, and which may change the
     result.
@@ -231,8 +234,10 @@ def problems(cfg: DictConfig) -> list[str]:
             if path.suffix == ".safetensors"
             else "Name one of those, a run directory or a checkpoint in one."
         )
-        kinds = ", ".join(directory.FILE_SUFFIXES)
-        return [f"{start} a file, but only one of Lightning's ({kinds}) can be read. {remedy}"]
+        return [
+            f"{start} a file, but only one of Lightning's ({', '.join(directory.FILE_SUFFIXES)}) "
+            f"can be read. {remedy}"
+        ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:
         incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
@@ -242,8 +247,10 @@ def problems(cfg: DictConfig) -> list[str]:
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []
-    trust = "Load it only if you trust its source: type checkpoint.trust=true."
-    return [f"{checkpoint}: {problem}. {trust}"]
+    return [
+        f"{checkpoint}: {problem}. Load it only if you trust its source: type "
+        "checkpoint.trust=true."
+    ]
 
 
 def begins_anew(cfg: DictConfig) -> bool:
@@ -295,11 +302,13 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (incomplete := candidates(folder(run_dir, cfg))):
-        remedy = (
-            "None of the run's checkpoints is complete. Restore one, or type another "
-            "run.name to start at step 0."
+        raise ConfigError(
+            [
+                *(f"{path}: {directory.problem(path)}." for path in incomplete),
+                "None of the run's checkpoints is complete. Restore one, or type another run.name "
+                "to start at step 0.",
+            ]
         )
-        raise ConfigError([*(f"{path}: {directory.problem(path)}." for path in incomplete), remedy])
     return own or (last_checkpoint(to_path(cfg.resume)) if cfg.resume not in MODES else None)
 
 
