@@ -1,5 +1,6 @@
 """Data modules for data that people have: built from their config files, on small files."""
 
+import pickle
 from functools import partial
 from typing import Any
 
@@ -144,20 +145,21 @@ def test_images_are_turned_as_the_camera_says(tmp_path):
 def test_nanogpts_token_files(tmp_path):
     for split, size in (("train", 400), ("val", 90)):
         (np.arange(size) % 300).astype("<u2").tofile(tmp_path / f"{split}.bin")
-    data = build("tokens", path=str(tmp_path), context=8)
+    tokens = partial(build, "tokens", path=str(tmp_path), context=8)
+    data = tokens()
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 8)
     assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     assert list(data.test_dataloader()) == []
-    with pytest.raises(
-        ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"
-    ):
-        build("tokens", path=str(tmp_path), context=8, source__vocab_size=256)
+    windows = tokens(path=f"{tmp_path}/train.bin", source__val_fraction=0.2).dataset("val")
+    pickled = pickle.dumps(windows)  # for a worker that is not forked: the path alone
+    assert windows.tokens.tobytes() not in pickled
+    assert torch.equal(pickle.loads(pickled)[1]["targets"], windows[1]["targets"])
     np.full(90, 300, "<u2").tofile(tmp_path / "val.bin")
-    with pytest.raises(
-        ConfigError, match=r"data.source.vocab_size=300, .* holds the token 300 \(val split\)"
-    ):
-        build("tokens", path=str(tmp_path), context=8, source__vocab_size=300)
+    for size, found in ((256, "299"), (300, r"300 \(val split\)")):
+        says = rf"data.source.vocab_size={size}, but .* holds the token {found}"
+        with pytest.raises(ConfigError, match=says):
+            tokens(source__vocab_size=size)
 
 
 def test_a_blend_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):

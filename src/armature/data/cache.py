@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
+from typing_extensions import override
 
 from armature import files
 from armature.errors import ConfigError
@@ -20,6 +22,18 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HEADER = "header.json"
+
+
+class Mapped(np.memmap):
+    """Numbers of a file, memory-mapped. Processes that are not forked get the path, not them."""
+
+    @override
+    def __reduce__(self) -> Any:
+        if self.filename is None or not self.flags.c_contiguous:
+            return super().__reduce__()
+        whole = self.base if isinstance(self.base, Mapped) else self
+        offset = self.offset + self.ctypes.data - whole.ctypes.data
+        return Mapped, (self.filename, self.dtype, "r", offset, self.shape)
 
 
 def root(cache_dir: str | None) -> Path:

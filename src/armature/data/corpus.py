@@ -156,7 +156,7 @@ class Corpus:
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
         """Return the split's token ids, memory-mapped, shape (tokens,)."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=self._dtype, mode="r")
+        return cache.Mapped(self.folder / f"{split}.bin", dtype=self._dtype, mode="r")
 
     @property
     def _dtype(self) -> np.dtype[Any]:

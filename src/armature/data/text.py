@@ -145,27 +145,17 @@ class Windows(Batched):
     def __init__(
         self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool
     ) -> None:
-        self.context = context
-        complete = max(len(tokens) - 1, 0) // context
-        stride = tokens.strides[0]
-        self.windows = np.lib.stride_tricks.as_strided(
-            tokens, (complete, context + 1), (context * stride, stride), writeable=False
-        )
-        rest = tokens[complete * context :].astype(np.int64)
-        padded = np.pad(rest, (0, context + 1 - len(rest)), constant_values=IGNORED)
-        self.tail = padded if whole and len(rest) > 1 else None
+        self.tokens, self.context = tokens, context
+        targets = max(len(tokens) - 1, 0)
+        self.size = -(-targets // context) if whole else targets // context
 
     def __len__(self) -> int:
-        return len(self.windows) + (self.tail is not None)
+        return self.size
 
     @override
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs and targets, each (B, T) and int64."""
-        complete = len(self.windows)
-        if self.tail is None or max(indices) < complete:
-            windows = self.windows[indices]
-        else:
-            windows = np.stack([self.windows[i] if i < complete else self.tail for i in indices])
-        inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
-        inputs[inputs == IGNORED] = 0
-        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        size, tokens = self.context, np.asarray(self.tokens)  # whose slices are fast
+        rows = [tokens[i * size : (i + 1) * size + 1] for i in indices]
+        windows = padded(rows, fill=IGNORED, most=size + 1)
+        return {"inputs": windows[:, :-1].clamp(min=0), "targets": windows[:, 1:].contiguous()}

@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from armature.data import cache
 from armature.data import tokenizer as tokenizers
 from armature.data.base import Split
 from armature.data.text import TokenData, Windows
@@ -99,7 +100,7 @@ class TokenFiles:
                 f"bytes). Write the ids without a header, as NumPy's ids.astype('{dtype}').tofile("
                 "'train.bin') does, or type their own data.source.dtype."
             )
-        return np.memmap(file, dtype=dtype, mode="r")
+        return cache.Mapped(file, dtype=dtype, mode="r")
 
     @cached_property
     def fingerprint(self) -> str:

@@ -157,7 +157,7 @@ class Conversations:
         conversations of all rows; `rows` where in it each row begins, and the end.
         """
         stem = self._opened[0] / split
-        flat = np.memmap(stem.with_suffix(".tokens"), np.int32, mode="r")
+        flat = cache.Mapped(stem.with_suffix(".tokens"), np.int32, mode="r")
         return {"tokens": flat, **np.load(stem.with_suffix(".npz"))}
 
     @cached_property
