@@ -191,8 +191,9 @@ def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Ba
     fed = feed.build(micro_batch.decided(cfg))
     checkpoint = _checkpoint_to_resume(cfg, directory)
     _prepare(fed)
+    fed.data.setup(stage="fit")
+    _number_classes(cfg, fed, checkpoint)  # before the training samples get their numbers
     fed.set_up()
-    _number_classes(cfg, fed, checkpoint)
     relations.check_found_sizes(cfg.model, fed.assets.found_sizes)
     fed.limits = {
         split: cfg.trainer[f"limit_{split}_batches"] for split in ("train", "val", "test")

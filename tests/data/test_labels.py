@@ -10,9 +10,12 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
+import armature
+from armature import worker
 from armature.data.feed import Feed
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
+from armature.layout import Layout
 from armature.training import predict
 from armature.validation import relations
 from tests.data import chat_parts
@@ -112,6 +115,22 @@ def test_a_resume_keeps_the_numbers_of_the_run(tmp_path, run):
         fed.load_state_dict(state)
     again.load_assets(run)
     fed.load_state_dict(state)
+
+
+def test_training_samples_have_the_numbers_that_the_weights_know(
+    tmp_path, run, trained_table, monkeypatch
+):
+    (run / "config.yaml").touch()
+    few = tmp_path / "few.csv"
+    few.write_text("width,height,kind\n" + "1,2,bee\n3,4,cow\n" * 9)
+    cfg = armature.compose(
+        "experiment=example", "data=table", f"data.path={few}", "data.target=kind",
+        "model.features=2", "model.classes=3",
+    )  # fmt: skip
+    cfg.run.dir = str(tmp_path)
+    monkeypatch.setattr(worker, "_checkpoint_to_resume", lambda *_: run)
+    fed, *_ = worker._build_feed(cfg, Layout.of(cfg))
+    assert {*fed._train.dataset.targets.tolist()} == {1, 2}
 
 
 def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, run, trained_table):
