@@ -156,6 +156,10 @@ class Windows(Batched):
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs and targets, each (B, T) and int64."""
         size, tokens = self.context, np.asarray(self.tokens)  # whose slices are fast
-        rows = [tokens[i * size : (i + 1) * size + 1] for i in indices]
-        windows = padded(rows, fill=IGNORED, most=size + 1)
-        return {"inputs": windows[:, :-1].clamp(min=0), "targets": windows[:, 1:].contiguous()}
+        windows = np.full((len(indices), size + 1), IGNORED)
+        for window, i in zip(windows, indices, strict=True):
+            part = tokens[i * size : (i + 1) * size + 1]
+            window[: len(part)] = part
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        inputs[inputs == IGNORED] = 0
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
