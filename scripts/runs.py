@@ -150,7 +150,9 @@ def compare_configurations(words: list[str]) -> None:
     for word in words:
         sweep = trials.read(Path(word))
         if sweep is None:
-            cli.refuse([f"{word}: no sweep. Name directories of sweeps, or of runs alone."])
+            cli.refuse(
+                [f"{word}: no sweep. Name directories of sweeps alone, or of runs and out=FILE."]
+            )
         of_sweep = repeats.configurations(sweep)
         found += of_sweep
         several = len(of_sweep) > 1
