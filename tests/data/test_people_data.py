@@ -155,6 +155,9 @@ def test_nanogpts_token_files(tmp_path):
     pickled = pickle.dumps(windows)  # for a worker that is not forked: the path alone
     assert windows.tokens.tobytes() not in pickled
     assert torch.equal(pickle.loads(pickled)[1]["targets"], windows[1]["targets"])
+    np.arange(99).astype("<u4").tofile(tmp_path / "wide.bin")
+    with pytest.raises(ConfigError, match=r"dtype=uint16: every second token .*dtype=uint32"):
+        tokens(path=f"{tmp_path}/wide.bin")
     np.full(90, 300, "<u2").tofile(tmp_path / "val.bin")
     for size, found in ((256, "299"), (300, r"300 \(val split\)")):
         says = rf"data.source.vocab_size={size}, but .* holds the token {found}"

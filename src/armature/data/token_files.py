@@ -57,10 +57,15 @@ class TokenFiles:
                 f"{self.path}. Type data.context={max(len(train) - 1, 1)} or less, or name more "
                 "tokens."
             )
+        if not train[1:_CHECKED_FIRST:2].any():
+            raise ConfigError(
+                f"data.source.dtype={self.dtype}: every second token of {self.path} is 0, as if "
+                "its numbers were wider. Type their dtype, such as data.source.dtype=uint32."
+            )
         for split in ("train", "val", "test"):
             if not len(tokens := self.tokens(split)[:_CHECKED_FIRST]):
                 continue
-            least, largest = int(tokens.min()), int(tokens.max())
+            least, largest = tokens.min(), tokens.max()
             if least < 0 or largest >= self.vocab_size:
                 raise ConfigError(
                     f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token "
@@ -106,7 +111,7 @@ class TokenFiles:
     def fingerprint(self) -> str:
         """Hash of the numbers of tokens and of the first and last of them."""
         train = self.tokens("train")
-        ends = train[:4096].astype(np.int64).tobytes() + train[-4096:].astype(np.int64).tobytes()
+        ends = np.r_[train[:4096], train[-4096:]].astype(np.int64).tobytes()
         return hashlib.sha256(f"{len(train)}/{self.context}/".encode() + ends).hexdigest()[:16]
 
     @cached_property
@@ -120,8 +125,5 @@ class TokenFileData(TokenData):
     source: TokenFiles
 
     @override
-    def dataset(self, split: Split) -> Dataset[Any] | None:
-        tokens = self.source.tokens(split)
-        if len(tokens) < 2:
-            return None
-        return Windows(tokens, context=self.context, whole=split != "train")
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
