@@ -1,8 +1,8 @@
 """Record what a run computes, so that `armature.proof.locate` finds where two runs part.
 
-One file per rank, one JSON line per optimizer step. Tensors become three numbers: count, sum and
-sum of squares. These add up over micro-batches and ranks, so that a batch that two ranks share can
-be compared with the same batch in one process.
+One file per rank, one JSON line per optimizer step. Tensors become three numbers (`statistic`).
+These add up over micro-batches and ranks, so that a batch that two ranks share can be compared with
+the same batch in one process.
 """
 
 import hashlib
@@ -170,12 +170,14 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def statistic(value: Tensor) -> list[float]:
-    """Return count, sum and sum of squares of the elements that this rank holds."""
+    """Return count, sum of what is above zero, and sum of squares of the elements that this rank
+    holds. Whatever BatchNorm normalizes by, the plain sum of its outputs is zero.
+    """
     with torch.no_grad():
         local = value.to_local() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
         numbers = torch.view_as_real(local) if local.is_complex() else local
-        double = numbers.detach().double()
-        return [double.numel(), float(double.sum()), float(double.square().sum())]
+        double = numbers.double()
+        return [double.numel(), float(double.relu().sum()), float(double.square().sum())]
 
 
 def _statistics(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
