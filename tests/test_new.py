@@ -48,6 +48,12 @@ def test_names_that_would_not_work_are_refused(name, expected):
         new.texts(name)
 
 
+def test_a_deleted_example_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(new, "SHIPPED", tmp_path)
+    with pytest.raises(ConfigError, match=r"stars: .*model/example.yaml.* is gone"):
+        new.texts("stars")
+
+
 @pytest.mark.parametrize(
     "name", ["aa_b", "quite_free", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"]
 )
@@ -62,13 +68,9 @@ def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
     ):  # else ruff takes them for other people's packages
         (tmp_path / known).symlink_to(ROOT / known)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    ruff = shutil.which("ruff", path=Path(sys.executable).parent) or "ruff"
     files = [copy for copy in copies if copy.suffix == ".py"]
     for words in (["check"], ["format", "--check"]):
-        result = subprocess.run(
-            [ruff, *words, "--no-cache", *files], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stdout
+        call("-m", "ruff", *words, "--no-cache", *files, cwd=tmp_path)
 
 
 @pytest.mark.slow
