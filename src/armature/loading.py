@@ -342,7 +342,7 @@ class WithWeights(SingleDeviceStrategy):
 
 def _put_back(task: L.LightningModule, saved: Mapping[str, Any], callbacks: Any = ()) -> None:
     """Set the plain attributes of the task and of callbacks that training has changed."""
-    own = (saved.get("callbacks") or {}).get(RestoreProgress().state_key) or {}
+    own = (saved.get("callbacks") or {}).get(RestoreProgress(None).state_key) or {}
     found = (own.get("attributes") or [{}])[0]
     owner: Any = SimpleNamespace(
         lightning_module=task, datamodule=None, callbacks=callbacks, optimizers=[],

@@ -141,10 +141,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(each, _convert_="all") for each in (cfg.callbacks or {}).values()]
-    has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     display = (
         Display(start_line)
-        if has_bar
+        if any(isinstance(callback, ProgressBar) for callback in chosen)
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
     callbacks = [
@@ -153,7 +152,10 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         watchdog,
         fed,
         SaveAssets(fed.assets, directory),
-        RestoreProgress(),  # before those whose counters it restores
+        # before those whose counters it restores
+        RestoreProgress(
+            [cfg.run.id, limits.global_batches, config.without_secrets(cfg)["callbacks"]]
+        ),
         guard,
         step_log,  # before monitors, which add columns to it
         same,
@@ -282,9 +284,10 @@ def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
     # a service that fails ends a first start; a resume continues without it
-    closed = process_group.on_rank_0(partial(loggers.open_problems, trainer.loggers))
     trainer.loggers = loggers.without_failed(
-        trainer.loggers, closed, resumes=run.checkpoint is not None
+        trainer.loggers,
+        process_group.on_rank_0(partial(loggers.open_problems, trainer.loggers)),
+        resumes=run.checkpoint is not None,
     )
     for logger in trainer.loggers if process_group.rank() == 0 else ():
         logger.log_hyperparams(config.without_secrets(cfg))
@@ -331,9 +334,10 @@ def _trainer_arguments(
     """Return Lightning's arguments that follow from the `trainer` group."""
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
-        known = {"is_manual": True, "accumulates": batches.accumulate > 1}
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        if found := combinations.problems(plain, layout, **known):
+        if found := combinations.problems(
+            plain, layout, is_manual=True, accumulates=batches.accumulate > 1
+        ):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,

@@ -46,9 +46,14 @@ class RestoreProgress(RunHooks, Callback):
     A checkpoint always holds whole steps. If it was saved at an epoch's last step, the end-of-epoch
     hooks and schedulers run after the resume. Values that `self.log` and metric objects have
     collected so far are restored, too.
+
+    Args:
+        settings: of the run: with the same ones a resume goes no further than the step at which a
+            callback has ended it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
         self._saved: Mapping[str, Any] = {}  # `state_dict` of the checkpoint
         # of this rank, when its epoch began; None: no hook can draw
         self._random: dict[str, Any] | None = None
@@ -75,19 +80,19 @@ class RestoreProgress(RunHooks, Callback):
         if self._user_state is None and self._saved:  # a resume that had no step left
             return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
-        results = trainer.fit_loop.epoch_loop._results
-        evaluated = trainer.fit_loop.epoch_loop.val_loop._results
-        validation = trainer.fit_loop.epoch_loop.before_validation
+        loop = trainer.fit_loop.epoch_loop
+        validation = loop.before_validation
         before = {} if validation is None else validation.attributes
         own = (
-            epoch_metrics.collect(results),
-            epoch_metrics.metric_states(module, evaluated=evaluated),
+            epoch_metrics.collect(loop._results),
+            epoch_metrics.metric_states(module, evaluated=loop.val_loop._results),
             strategy.data_rank,
             self._random,
             {} if self._user_state is None else self._user_state.changed(before),
         )
-        everyones = zip(*process_group.all_gather_object(own), strict=True)
-        logged, states, data_ranks, random, attributes = everyones
+        logged, states, data_ranks, random, attributes = zip(
+            *process_group.all_gather_object(own), strict=True
+        )
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
@@ -98,6 +103,7 @@ class RestoreProgress(RunHooks, Callback):
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
+            "ended": trainer.should_stop and self._settings,
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
                 for each in _model_checkpoints(trainer)
@@ -121,8 +127,9 @@ class RestoreProgress(RunHooks, Callback):
         feed = feed_of(trainer)
         if feed.state_key in states:  # Lightning compares it with max_epochs: data may have grown
             epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-            seen = states[feed.state_key]["samples_seen"] // feed.train_size
-            epochs["completed"] = min(epochs["completed"], seen)
+            epochs["completed"] = min(
+                epochs["completed"], states[feed.state_key]["samples_seen"] // feed.train_size
+            )
         self._checkpoint = checkpoint
         if trainer.lr_scheduler_configs:  # strategies that load after on_fit_start
             self._find_schedules(trainer)
@@ -138,8 +145,9 @@ class RestoreProgress(RunHooks, Callback):
         found = [config.scheduler for config in trainer.lr_scheduler_configs]
         kinds = [type(each).__name__ for each in found]
         if not self._built["schedules"]:  # before their state is loaded
-            states = {"schedules": [*map(schedules.state_of, found)]}
-            self._built |= plain.plain_checkpoint(states) | {"kinds": kinds}
+            self._built |= plain.plain_checkpoint(
+                {"schedules": [*map(schedules.state_of, found)]}
+            ) | {"kinds": kinds}
         for then, now in zip(self._then.get("kinds", ()), kinds, strict=False):
             if then != now:
                 raise ConfigError(
@@ -147,10 +155,9 @@ class RestoreProgress(RunHooks, Callback):
                     f"state. {_ANOTHER_RUN}"
                 )
         saved = checkpoint.get("lr_schedulers", ())
-        now = plain.restored(self._built["schedules"])
-        built = zip(self._then.get("schedules", ()), now, strict=False)
-        for number, (then, now) in enumerate([*built][: len(saved)]):
-            saved[number] = changes.merge(saved[number], then=then, now=now, keep=KEPT)
+        built = self._then.get("schedules", ()), plain.restored(self._built["schedules"])
+        for number, (state, then, now) in enumerate(zip(saved, *built, strict=False)):
+            saved[number] = changes.merge(state, then=then, now=now, keep=KEPT)
             if _lengths(then) != _lengths(now) and process_group.rank() == 0:
                 log.warning(
                     "%s was built with %s, and keeps %s of the run's first start: the learning "
@@ -165,16 +172,14 @@ class RestoreProgress(RunHooks, Callback):
 
     def training_begins(self, trainer: OurTrainer) -> None:
         """Note that a run which was stopped after its last step still has to end its epoch."""
-        loop = trainer.fit_loop
+        step, loop = completed_batches(trainer), trainer.fit_loop
         progress: Any = loop.epoch_progress.current
-        if loop.restarting and not loop.epoch_loop.last_batch_is_done:
+        if self._saved.get("ended") == self._settings:
+            loop.epoch_loop.max_global_batches = step
+        done = loop.epoch_loop.last_batch_is_done
+        if loop.restarting and not done:
             progress.processed = 0  # the end of a shorter run had ended its epoch, too
-        if (
-            completed_batches(trainer)
-            and loop.epoch_loop.last_batch_is_done
-            and progress.ready > progress.completed
-        ):
-            loop.owes_epoch_end = True
+        loop.owes_epoch_end = bool(step) and done and progress.ready > progress.completed
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         step = completed_batches(trainer)
@@ -188,15 +193,16 @@ class RestoreProgress(RunHooks, Callback):
         closing = not batches and self._saved["epoch"] < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
-        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        fit_loop = trainer.fit_loop
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
-        epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
+        fit_loop.epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
         fit_loop.owes_schedules = self._within_epoch = bool(batches)
         self._restore_values(trainer)
 
     def _restore_values(self, trainer: OurTrainer) -> None:
-        values = {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
-        trainer.callback_metrics.update(values)
+        trainer.callback_metrics.update(
+            {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
+        )
         trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
@@ -221,10 +227,9 @@ class RestoreProgress(RunHooks, Callback):
         }
         epoch_metrics.restore_states(module, self._saved["states"], **ranks)
         self._restore_values(trainer)
-        logged = self._saved["logged"] if self._within_epoch else ()
         epoch_metrics.restore(
             trainer.fit_loop.epoch_loop._results,
-            epoch_metrics.for_rank(logged, **ranks) if logged else {},
+            epoch_metrics.for_rank(self._saved["logged"], **ranks) if self._within_epoch else {},
             module,
             reduce=trainer.strategy.reduce,
             device=trainer.strategy.root_device,
@@ -248,8 +253,9 @@ def _states(trainer: Trainer) -> dict[str, Any]:
         if not type(each).__module__.startswith("armature."):
             with suppress(Exception):  # its state may need more than its constructor
                 arguments = inspect.signature(type(each)).parameters
-                own = {key: value for key, value in each.state_dict().items() if key in arguments}
-                found[each.state_key] = plain.plain(own)
+                found[each.state_key] = plain.plain(
+                    {key: value for key, value in each.state_dict().items() if key in arguments}
+                )
     return found
 
 
