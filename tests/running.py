@@ -162,11 +162,14 @@ def script(name: str, *arguments: str, cwd: Path, **extra: str) -> subprocess.Co
     return call(f"scripts/{name}", *arguments, cwd=cwd, **extra)
 
 
-def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(
+    *overrides: str, cwd: Path, corpus: Path
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """Start train.py; return it, and it and all its processes once it has made a step."""
+    process = subprocess.Popen(
         command(*overrides, corpus=corpus),
         cwd=cwd,
-        env=environment(**extra),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -175,8 +178,13 @@ def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.
             signal.SIGHUP, signal.SIG_DFL
         ),  # the tests may run under nohup
     )
-
-
-def family(process: subprocess.Popen) -> list[psutil.Process]:
+    metrics = cwd / "outputs" / "run" / "metrics.csv"
+    wait_for(
+        lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row"
+    )
     parent = psutil.Process(process.pid)
-    return [parent, *parent.children(recursive=True)]
+    return process, [parent, *parent.children(recursive=True)]
+
+
+def alive(members: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

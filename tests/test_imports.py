@@ -1,7 +1,6 @@
 """What a run may load: everything that it loads costs each start time and memory, on every rank."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -68,13 +67,8 @@ finally:
 def loaded(*overrides: str, corpus, folder) -> tuple[set[str], int]:
     """The packages, and how many objects collecting garbage leaves out."""
     launcher = [sys.executable, "-c", SCRIPT, str(running.ROOT / "train.py")]
-    done = subprocess.run(
-        running.command(*overrides, corpus=corpus, launcher=launcher),
-        cwd=folder,
-        env=running.environment(),
-        capture_output=True,
-        text=True,
-    )
+    command = running.command(*overrides, corpus=corpus, launcher=launcher)
+    done = running.run(command, cwd=folder, env=running.environment(), fork=False)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
     (frozen,) = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("FROZEN "))
     return set(json.loads(line.removeprefix("LOADED "))), int(frozen)

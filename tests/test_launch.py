@@ -5,12 +5,12 @@ signals, errors.
 import json
 import shutil
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from hydra.types import RunMode
 
@@ -20,8 +20,8 @@ from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 TRAIN = str(running.ROOT / "train.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TORCHRUN = [sys.executable, *TORCHRUN, TRAIN]
+AGENT = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, *AGENT, TRAIN]
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +48,8 @@ def test_one_process_fills_the_run_directory(single):
         "logs",
         "tensorboard",
     }
-    assert [row["step"] for row in running.rows(single)] == ["1", "2", "3", "4", "5", "6"]
-    assert [bool(row["val/loss"]) for row in running.rows(single)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert [row["step"] for row in running.rows(single)] == [*"123456"]
+    assert [bool(row["val/loss"]) for row in running.rows(single)] == [False, False, True] * 2
     assert (single / "checkpoints" / "last").read_text() == "step=000006\n"
     summary = running.summary(single)
     assert summary["stop_reason"] == "finished"
@@ -202,12 +195,7 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(
         "trainer.val_every_n_steps=null",
         "scheduler=constant",
     ]
-    process = running.start(*endless, cwd=tmp_path, corpus=corpus)
-    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
-    running.wait_for(
-        lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row"
-    )
-    members = running.family(process)
+    process, members = running.start(*endless, cwd=tmp_path, corpus=corpus)
     assert len(members) == (1 if devices == 1 else 1 + devices)
     sockets = [each for member in members for each in member.net_connections("inet")]
     # only connections of gloo, within this machine
@@ -219,20 +207,16 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(
     output = process.communicate(timeout=30)[0]
     assert time.monotonic() - started < 10, output
     assert process.returncode == code, output
-    running.wait_for(
-        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members),
-        seconds=3,
-        what="no orphan",
-    )
+    running.wait_for(lambda: not running.alive(members), seconds=3, what="no orphan")
     assert "Traceback" not in output
-    steps = running.summary(tmp_path / "outputs" / "run")["global_step"]
-    assert running.summary(tmp_path / "outputs" / "run")["stop_reason"] == number.name
+    run_dir = tmp_path / "outputs" / "run"
+    summary = running.summary(run_dir)
+    steps = summary["global_step"]
+    assert summary["stop_reason"] == number.name
     longer = [*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant"]
     again = running.train(*longer, ranks=devices, cwd=tmp_path, corpus=corpus)
     assert f"step={steps:06d}, step {steps}" in again.stderr
-    assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(
-        range(1, steps + 3)
-    )
+    assert [int(row["step"]) for row in running.rows(run_dir)] == [*range(1, steps + 3)]
 
 
 BROKEN = """
@@ -282,12 +266,9 @@ def log_records(data: bytes):
         if left < 7:
             position += left
             continue
-        length, kind = (
-            int.from_bytes(data[position + 4 : position + 6], "little"),
-            data[position + 6],
-        )
-        record += data[position + 7 : position + 7 + length]
+        length, kind = struct.unpack_from("<HB", data, position + 4)
         position += 7 + length
+        record += data[position - length : position]
         if kind in (1, 4):  # whole, or the last part
             yield record
             record = b""

@@ -14,18 +14,10 @@ LIMIT_KIB = 4_400_000
 SHORT = ["data=synthetic", "trainer.max_steps=1", "trainer.limit_val_batches=0", "run.name=run"]
 
 
-def limited(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def limited(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python under the limit."""
     shell = ["bash", "-c", 'ulimit -d "$0" && exec "$@"', str(LIMIT_KIB), sys.executable, *words]
-    return subprocess.run(
-        shell,
-        cwd=cwd,
-        env=running.environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return running.run(shell, cwd=cwd, env=running.environment(), timeout=600, fork=False)
 
 
 def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -41,7 +33,7 @@ def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_sample_train(
     tmp_path: Path,
 ) -> None:
-    if limited("-c", f"bytearray({LIMIT_KIB * 1024 + 1})").returncode == 0:
+    if limited("-c", f"bytearray({LIMIT_KIB * 1024 + 1})", cwd=tmp_path).returncode == 0:
         pytest.skip("this system lets a process map more private memory than ulimit -d allows")
     (tmp_path / "one").mkdir()
     failed = train("strategy=single", "trainer.devices=1", cwd=tmp_path / "one")

@@ -85,7 +85,9 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)
     log.flush()
-    log.file.write_text(log.file.read_text() + "3")
+    written = log.file.read_bytes()
+    assert b"\r" not in written
+    log.file.write_bytes(written + b"3")
     assert steps(log) == [1, 2]
 
 

@@ -41,12 +41,11 @@ def test_the_module_that_is_shown_has_the_same_losses_under_every_strategy(tmp_p
     ]
     fixed = ["logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true"]
     for i, words in enumerate(commands):
-        result = subprocess.run(
+        result = running.run(
             [sys.executable, *words, *fixed, "trainer.max_epochs=1", f"run.name={i}"],  # of five
             cwd=tmp_path,
-            env={**running.environment(), "PYTHONPATH": ""},
-            capture_output=True,
-            text=True,
+            env=running.environment(PYTHONPATH=""),
+            fork=False,
         )
         assert result.returncode == 0, result.stderr
     first, *others = (running.losses(tmp_path / "outputs" / str(i)) for i in range(3))
@@ -59,14 +58,7 @@ def test_the_module_that_is_shown_has_the_same_losses_under_every_strategy(tmp_p
 def test_a_mistake_is_reported_in_the_words_that_are_shown(tmp_path):
     (shown,) = (text for _, text in FENCES if text.startswith("$ python train.py"))
     command, *expected = shown.splitlines()
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *command.split()[3:]],
-        cwd=tmp_path,
-        env=running.environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
+    result = running.call("train.py", *command.split()[3:], cwd=tmp_path, code=2)
     for line, printed in zip(expected, result.stderr.strip().splitlines(), strict=True):
         assert printed.startswith(line.removesuffix("…"))
 

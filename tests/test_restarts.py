@@ -9,7 +9,6 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -139,10 +138,6 @@ def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
     assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
 
 
-def alive(members: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
 def test_a_signal_within_a_callback_that_drops_exceptions_still_ends_the_run(capfd):
     class Referent:
         pass
@@ -166,12 +161,7 @@ def test_a_signal_within_a_callback_that_drops_exceptions_still_ends_the_run(cap
 @pytest.mark.parametrize("how", ["SIGINT twice", "the parent is killed"])
 def test_all_processes_end_at_once(how, corpus, tmp_path):
     endless = [*DDP, "trainer.max_steps=100000", "scheduler=constant", "data.num_workers=1"]
-    process = running.start(*endless, cwd=tmp_path, corpus=corpus)
-    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
-    running.wait_for(
-        lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row"
-    )
-    members = running.family(process)
+    process, members = running.start(*endless, cwd=tmp_path, corpus=corpus)
     assert len(members) >= 5  # the parent, two ranks and a data loader worker each
     (stopped,) = (p for p in members if p.environ().get("RANK") == "1" and p.ppid() == process.pid)
     stopped.send_signal(signal.SIGSTOP)  # so that the other waits for it in a collective
@@ -182,7 +172,7 @@ def test_all_processes_end_at_once(how, corpus, tmp_path):
         process.send_signal(signal.SIGINT)
     else:
         process.kill()
-    running.wait_for(lambda: not alive(members), seconds=2.5, what="no orphan")
+    running.wait_for(lambda: not running.alive(members), seconds=2.5, what="no orphan")
     process.communicate()
     assert process.returncode == (130 if how == "SIGINT twice" else -9)
 

@@ -268,16 +268,17 @@ def test_a_resume_draws_no_initial_weights(layout, tmp_path_factory):
         "model._target_=tests.resume_parts.NotesDraws",
         "data=example",
         "task=example",
+        *layout,
     ]
     with Forks(tmp_path_factory.mktemp("drawn")) as forks:
         runs, drawn = Runs(forks), forks.cwd / "drawn.txt"
         ranks = len(layout) or 1
-        straight = runs.straight(*words, *layout, ranks=ranks)
+        straight = runs.straight(*words, ranks=ranks)
         assert drawn.read_text()
         run_dir = runs.new()
-        runs.stop(run_dir, *words, *layout, at=4, ranks=ranks)
+        runs.stop(run_dir, *words, at=4, ranks=ranks)
         drawn.unlink()
-        runs.go(run_dir, *words, *layout, ranks=ranks)
+        runs.go(run_dir, *words, ranks=ranks)
         assert not drawn.exists()
         assert_equal(straight, run_dir)
 

@@ -19,20 +19,9 @@ from armature.validation import usage
 from tests import running
 from tests.sampled import sampled
 
-TRAIN = [sys.executable, str(running.ROOT / "train.py")]
-
 
 def ask(*words: str, cwd, **environment: str) -> str:
-    result = subprocess.run(
-        [*TRAIN, *words],
-        cwd=cwd,
-        env=running.environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return running.call("train.py", *words, cwd=cwd, **environment).stdout
 
 
 def test_a_help_that_is_no_text_is_added_later(monkeypatch):
