@@ -293,7 +293,7 @@ def _is_users(value: Any, package: str) -> bool:
         return False
     own = _package(value)
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    of_user = own == package or own == "__main__" or (file is not None and errors.is_users(file))
+    of_user = own in (package, "__main__") or (file is not None and errors.is_users(file))
     return of_user and own not in _FRAMEWORKS and hasattr(value, "__dict__")
 
 

@@ -103,6 +103,6 @@ def keep_references(raw: Any, resolved: Any) -> Any:
     if isinstance(raw, dict):
         return {key: keep_references(value, resolved[key]) for key, value in raw.items()}
     if isinstance(raw, list):
-        return [keep_references(*pair) for pair in zip(raw, resolved, strict=True)]
+        return [*map(keep_references, raw, resolved)]
     refers = isinstance(raw, str) and "${" in raw and "${" not in _REFERENCE.sub("", raw)
     return raw if refers else resolved
