@@ -104,7 +104,7 @@ def test_an_interrupted_trial_is_resumed_with_its_values(folder):
 
 def test_a_trial_that_a_signal_ended_is_left_to_the_next_start(folder):
     killed = errors.RunFailed("killed by SIGKILL", -9)
-    with pytest.raises(errors.RunFailed, match="killed"):
+    with pytest.raises(errors.RunFailed, match="1 of 2 trials failed:\n  trial 0: killed"):
         begin(killed, trials=2)
     assert states(folder) == ["RUNNING", "COMPLETE"]
     assert [number for number, _ in begin(trials=2).begun] == [0]

@@ -84,7 +84,7 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
         SystemExit: a signal, or a directory that holds trials of other values.
     """
     folder = Path(str(launcher.config.hydra.sweep.dir))
-    others: list[str] = []
+    others = []
 
     def claimed() -> Iterator[Trial]:
         for number, typed in enumerate(overrides, start=first):
@@ -93,19 +93,24 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
             else:
                 yield Trial(number, typed, taken)
 
-    failed: list[Result] = []
+    failed = []
     begun = {path.name for path in files.begun(folder)}
     for result in launcher.results(claimed(), asked=first + len(overrides)):
         if result.is_refused and str(result.trial.number) in begun:
             sys.exit(EXIT_CONFIG)  # its message names both values
-        if result.error is not None:
+        if result.error:
             failed.append(result)
     if others:
         print(f"Other processes run trial {', '.join(others)} of {folder}.", file=sys.stderr)
+    raise_failed(failed, len(overrides))
+
+
+def raise_failed(failed: list[Result], count: int) -> None:
+    """Raise a RunFailed that lists the trials that failed, if any of `count` did."""
     if failed:
         ended = "\n".join(f"  trial {each.trial.number}: {_told(each)}" for each in failed)
         raise RunFailed(
-            f"{len(failed)} of {len(overrides)} trials failed:\n{ended}",
+            f"{len(failed)} of {count} trials failed:\n{ended}",
             EXIT_CONFIG if all(each.is_refused for each in failed) else 1,
         )
 
@@ -321,15 +326,12 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
         return False
     recorded = config.load(run_dir / "config.yaml")
     checks.forget_unused_groups(cfg)
-    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
+    here, there = map(config.without_secrets, (cfg, recorded))
     found = resume.differences(here, there, resume.RESULT_GROUPS)
-    found |= {
-        key: (cfg.trainer[key], recorded.trainer[key])
+    return all(now == "auto" for now, _ in found.values()) and all(
+        recorded.trainer[key] in (None, cfg.trainer[key])  # null: another limit was typed instead
         for key in ("max_steps", "max_epochs", "max_time")
-        # null: another limit was typed instead
-        if recorded.trainer[key] not in (None, cfg.trainer[key])
-    }
-    return all(now == "auto" for now, _ in found.values())
+    )
 
 
 def _devices(cfg: DictConfig) -> int:

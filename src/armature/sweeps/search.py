@@ -46,7 +46,7 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     Raises:
         ConfigError: a search space, sampler or pruner that cannot be used, or a sweep that was
             begun with another one.
-        Exception: what ended a trial of this process; the others have run.
+        RunFailed: what ended trials of this process; the others have run.
     """
     optuna = load_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -59,7 +59,7 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
     pruner = [PRUNE] if settings["pruner"] else []
-    failed = None
+    failed = []
 
     def typed_for(number: int, values: Mapping[str, Any]) -> list[str]:
         return [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
@@ -69,10 +69,9 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         _tell(study, folder, result, monitor=cfg.checkpoint.monitor)
         if result.is_refused and _is_in_vain(study, least=min(HOPELESS, settings["trials"])):
             sys.exit(EXIT_CONFIG)  # no values work
-        if not result.is_refused:
-            failed = result.error or failed
-    if failed is not None:
-        raise failed
+        if result.error and not result.is_refused:
+            failed.append(result)
+    pool.raise_failed(failed, settings["trials"])
 
 
 def is_hopeless(run_dir: Path, step: int, value: float) -> bool:
