@@ -115,9 +115,11 @@ def test_everything_wrong_with_a_folder_is_one_message(model):
     write_tokenizer(model, 4097)
     found = refused(model, width=32)
     assert len(found) == 3
-    for problem, words in zip(
-        found, ["model.width=32", "largest token is 4096", "truncated"], strict=True
-    ):
+    token = (
+        "largest token is 4096, but the model has 4096 rows for tokens. Tokenizer and model do not "
+        "belong together: download the folder again, or, for tokens of your own, save it after "
+    )
+    for problem, words in zip(found, ["model.width=32", token, "truncated"], strict=True):
         assert words in problem
 
 

@@ -278,7 +278,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if (last := max(known.values(), default=-1)) >= vocab_size:
         found.append(
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. "
-            "Tokenizer and model do not belong together: download the folder again."
+            "Tokenizer and model do not belong together: download the folder again, or, for tokens "
+            "of your own, save it after model.resize_token_embeddings(len(tokenizer))."
         )
     if problem := folder.tokens_problem(own, known):
         found.append(problem)
