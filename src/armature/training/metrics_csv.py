@@ -141,7 +141,7 @@ class MetricsCSV(NoLogger):
         try:
             if len(names) > len(self._columns) or not size:
                 first = [name for name in FIRST_COLUMNS if name in names]
-                columns = [*first, *(name for name in names if name not in first)]
+                columns = [*(dict.fromkeys(first) | names)]
                 self._rewrite(columns, [*read(self.file)[1], *rows])
             else:
                 with self.file.open("a", newline="") as file:
