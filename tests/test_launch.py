@@ -20,8 +20,14 @@ from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 TRAIN = str(running.ROOT / "train.py")
-AGENT = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-TORCHRUN = [sys.executable, *AGENT, TRAIN]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    TRAIN,
+]
 
 
 @pytest.fixture(scope="module")
