@@ -24,7 +24,7 @@ from tools import ROOT, curves, fresh, furthest, losses, run
 
 clone = fresh("2")  # a copy of the template, so that yours stays as it is
 for name in ("configs", "src"):
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "mine", "mine.yaml")
     shutil.copytree(ROOT / name, clone / name, ignore=ignored)
 _ = shutil.copy(ROOT / "train.py", clone)
 
