@@ -180,6 +180,13 @@ class RestoreProgress(RunHooks, Callback):
         if loop.restarting and not done:
             progress.processed = 0  # the end of a shorter run had ended its epoch, too
         loop.owes_epoch_end = bool(step) and done and progress.ready > progress.completed
+        if step and loop.done:  # no batch follows
+            self._load_again(trainer)
+
+    def _load_again(self, trainer: OurTrainer) -> None:
+        if _hooks_of_the_start(trainer):
+            StrategyMixin.of(trainer).loads_optimizers_last = False
+            epoch_start.load_again(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         step = completed_batches(trainer)
@@ -216,9 +223,7 @@ class RestoreProgress(RunHooks, Callback):
         if self._within_epoch:
             self._random = self._random or epoch_start.random_state(trainer)
             epoch_start.repeat(trainer, self._random)
-        if _hooks_of_the_start(trainer):
-            strategy.loads_optimizers_last = False
-            epoch_start.load_again(trainer)
+        self._load_again(trainer)
         user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
         ranks = {
             "rank": trainer.global_rank,
