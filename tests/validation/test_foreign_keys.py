@@ -72,6 +72,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "model.kv_heads=2": "type +model.kv_heads=2.",
     "test=False": "Type trainer.test_at_end=False.",
     "hydra/sweeper=optuna": "Type sweep=optuna",
+    "hparams_search=mnist_optuna": "Type -m sweep=optuna",
     # a hint never names the opposite
     "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",
     "trainer.train_every_n_steps=3": "Did you mean 'trainer.log_every_n_steps'?",

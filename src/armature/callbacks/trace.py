@@ -160,7 +160,7 @@ def _logged(trainer: Trainer) -> dict[str, float]:
 
 def _rows(grad: Tensor) -> int:
     """Return the number of rows of a gradient that are not all zeros."""
-    rows = grad.detach().flatten(0, -2) if grad.ndim > 1 else grad.detach()[:, None]
+    rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[:, None]
     return int(rows.ne(0).any(dim=-1).sum())
 
 

@@ -81,6 +81,7 @@ FOREIGN: dict[str, str] = {
     "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
     "hydra/sweeper=optuna": "Type sweep=optuna",
+    "hparams_search": "Type -m sweep=optuna",
     "hydra.sweeper.pruner": "Type hydra.sweeper.pruner.name and a class, such as MedianPruner",
     "seed=null": "Type a number. It always takes effect; 0 is the default",
     "debug=default": _DEBUG_RUN,
