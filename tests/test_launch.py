@@ -66,7 +66,7 @@ def test_one_process_fills_the_run_directory(single):
         "test/bits_per_byte",
     }
     assert list((single / "tensorboard").glob("events*"))
-    assert (single / "logs" / "rank_0000.log").exists()
+    assert (single / "logs/rank_0000.log").exists()
 
 
 @pytest.mark.guarantee

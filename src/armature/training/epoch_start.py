@@ -66,7 +66,12 @@ def repeat(trainer: Any, drawn_from: dict[str, Any] | None) -> None:
 
 
 def load_again(trainer: Any) -> None:
-    """Load the checkpoint of a resume once more. Called by all ranks, before the first batch."""
+    """Load the checkpoint of a resume once more if users have hooks of the start. Called by all
+    ranks, after these and before the first batch.
+    """
+    if not trainer.strategy.loads_optimizers_last:
+        return
+    trainer.strategy.loads_optimizers_last = False
     connector = trainer._checkpoint_connector
     connector.resume_start(trainer.ckpt_path)
     connector.restore_model()

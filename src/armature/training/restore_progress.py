@@ -71,7 +71,8 @@ class RestoreProgress(RunHooks, Callback):
         strategy = StrategyMixin.of(trainer)
         strategy.before_loading = partial(self.loading, trainer)
         # hooks of the start see optimizers as in a first start, and what they change is undone
-        strategy.loads_optimizers_last = bool(_hooks_of_the_start(trainer))
+        names = epoch_start.OF_THE_START
+        strategy.loads_optimizers_last = bool(epoch_start.users_hooks(trainer, *names))
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -181,11 +182,6 @@ class RestoreProgress(RunHooks, Callback):
             progress.processed = 0  # the end of a shorter run had ended its epoch, too
         loop.owes_epoch_end = bool(step) and done and progress.ready > progress.completed
         if step and loop.done:  # no batch follows
-            self._load_again(trainer)
-
-    def _load_again(self, trainer: OurTrainer) -> None:
-        if _hooks_of_the_start(trainer):
-            StrategyMixin.of(trainer).loads_optimizers_last = False
             epoch_start.load_again(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -223,7 +219,7 @@ class RestoreProgress(RunHooks, Callback):
         if self._within_epoch:
             self._random = self._random or epoch_start.random_state(trainer)
             epoch_start.repeat(trainer, self._random)
-        self._load_again(trainer)
+        epoch_start.load_again(trainer)
         user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
         ranks = {
             "rank": trainer.global_rank,
@@ -275,7 +271,3 @@ def _lengths(state: Any) -> dict[str, Any]:
     for place, inner in enumerate(state.get("_schedulers") or ()):
         found |= {f"{place}.{name}": value for name, value in _lengths(inner).items()}
     return found
-
-
-def _hooks_of_the_start(trainer: Trainer) -> list[Any]:
-    return epoch_start.users_hooks(trainer, *epoch_start.OF_THE_START)
