@@ -147,15 +147,13 @@ def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, na
 
 def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine, other = (
-        tmp_path / "outputs" / "mine",
-        checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050"),
-    )
+    mine = tmp_path / "outputs/mine"
+    other = checkpoint_at(tmp_path / "other/checkpoints/step=000050")
 
     def start(path):
         cfg = config("outputs", resume=str(path), checkpoint={"root": None, "trust": False})
         cfg.run.name = "mine"
-        groups = {name: {} for name in NEEDED if name not in cfg}
+        groups = {name: {"_target_": "x"} for name in NEEDED if name not in cfg}
         return run_dir.write(
             run_dir.decide(OmegaConf.merge(cfg, groups), label="x"), [f"resume={path}"]
         )

@@ -103,8 +103,10 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
     problems += foreign_keys.ineffective(typed) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
-        multirun = arguments.multirun or any("hydra.mode" in each for each in arguments.overrides)
-        problems += _sweep_problems(arguments.overrides, multirun=multirun)
+        problems += _sweep_problems(
+            arguments.overrides,
+            multirun=arguments.multirun or any("hydra.mode" in e for e in arguments.overrides),
+        )
     if problems:
         refuse(problems)
     try:
@@ -190,12 +192,11 @@ def compose(typed: Sequence[str]) -> DictConfig:
     except (*CONFIG_ERRORS, TypeError, ValueError) as error:
         # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides)) from error
-    problems = _merged_problems(overrides) + [
+    if problems := _merged_problems(overrides) + [
         f"{name}: a value is required. Type {name}=…"
         for name in map(str, cfg)
         if OmegaConf.is_missing(cfg, name)
-    ]
-    if problems:
+    ]:
         raise ConfigError(problems)
     return cfg
 

@@ -97,12 +97,11 @@ class CheckpointWriter:
         }
         with storage.expect_single_process(), storage.one_line_errors():
             if self.background:
-                on_gpu = any(getattr(value, "is_cuda", False) for value in tensors.values())
-                stager = self._pinned_stager(tensors) if on_gpu else None
+                stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
                 # torch's stager keeps 0-dim DTensors as they are, and cannot copy views: gradients
                 tensors = {
                     n: v.detach().clone()
-                    if isinstance(v, DTensor) and (v.ndim == 0 or v.storage_offset())
+                    if isinstance(v, DTensor) and (not v.ndim or v.storage_offset())
                     else v
                     for n, v in tensors.items()
                 }
@@ -164,6 +163,10 @@ def _create(part: Path, meta: dict[str, Any]) -> None:
     part.mkdir(parents=True)
     storage.write_plain(part / directory.META, meta)
     storage.read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
+
+
+def _are_on_gpu(tensors: dict[str, Any]) -> bool:
+    return any(getattr(value, "is_cuda", False) for value in tensors.values())
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -69,10 +69,10 @@ def load_again(trainer: Any) -> None:
     """Load the checkpoint of a resume once more if users have hooks of the start. Called by all
     ranks, after these and before the first batch.
     """
-    if not trainer.strategy.loads_optimizers_last:
+    strategy, connector = trainer.strategy, trainer._checkpoint_connector
+    if not strategy.loads_optimizers_last:
         return
-    trainer.strategy.loads_optimizers_last = False
-    connector = trainer._checkpoint_connector
+    strategy.loads_optimizers_last = False
     connector.resume_start(trainer.ckpt_path)
     connector.restore_model()
     connector.restore_datamodule()
@@ -80,7 +80,7 @@ def load_again(trainer: Any) -> None:
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector.resume_end()
-    trainer.strategy.loading_ended()
+    strategy.loading_ended()
 
 
 def call_all(hooks: Iterable[tuple[Any, str, Callable[[], Any]]], *, when: str, then: str) -> None:

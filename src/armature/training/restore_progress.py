@@ -71,8 +71,9 @@ class RestoreProgress(RunHooks, Callback):
         strategy = StrategyMixin.of(trainer)
         strategy.before_loading = partial(self.loading, trainer)
         # hooks of the start see optimizers as in a first start, and what they change is undone
-        names = epoch_start.OF_THE_START
-        strategy.loads_optimizers_last = bool(epoch_start.users_hooks(trainer, *names))
+        strategy.loads_optimizers_last = bool(
+            epoch_start.users_hooks(trainer, *epoch_start.OF_THE_START)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer

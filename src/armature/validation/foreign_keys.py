@@ -36,7 +36,7 @@ _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
 _SAME = "Leave it out: the same command, with its run.name, resumes by itself"
 
 # A key, or key=value if the answer depends on the value, also with `trainer.` in front. `x.*`
-# answers for every key below x.
+# answers for x and every key below it.
 # {value}: what was typed.
 FOREIGN: dict[str, str] = {
     # ------------------------------------------------------------------ Lightning's Trainer
@@ -78,8 +78,7 @@ FOREIGN: dict[str, str] = {
     "task_name": "Type run.name={value}",
     "train": "Type python scripts/evaluate.py outputs/NAME, which measures without training",
     "test": "Type trainer.test_at_end={value}",
-    "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
-    "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
+    "paths.*": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hparams_search": "Type -m sweep=optuna",
     "hydra.sweeper.pruner": "Type hydra.sweeper.pruner.name and a class, such as MedianPruner",
@@ -151,7 +150,7 @@ def remedy(key: str, value: str = "…") -> str | None:
     None.
     """
     parts = key.split(".")
-    below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
+    below = [".".join([*parts[:i], "*"]) for i in range(len(parts), 0, -1)]
     items = (
         re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
     )

@@ -61,8 +61,9 @@ def apply(
             add = foreign_keys.nearest(key, dict(values.walk(config.unresolved(cfg))))
             if changes and group in _OPEN:
                 add = f" To add it, type +{override}.{add}"
-            what = f"{override}: the run's configuration has no key '{parsed.key_or_group}'."
-            problems.append(what + add)
+            problems.append(
+                f"{override}: the run's configuration has no key '{parsed.key_or_group}'.{add}"
+            )
     if problems:
         raise ConfigError(problems)
     if empty := [
