@@ -153,9 +153,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         fed,
         SaveAssets(fed.assets, directory),
         # before those whose counters it restores
-        RestoreProgress(
-            [cfg.run.id, limits.global_batches, config.without_secrets(cfg)["callbacks"]]
-        ),
+        RestoreProgress([cfg.run.id, run_dir.fingerprint(cfg)]),
         guard,
         step_log,  # before monitors, which add columns to it
         same,

@@ -32,7 +32,7 @@ class Batched(Dataset[Batch]):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Batch:
-        return {name: value[0] for name, value in self.batch([index]).items()}
+        return {name: value[0] for name, value in self.batch([range(len(self))[index]]).items()}  # pyright: ignore[reportArgumentType]
 
 
 class Samples(Dataset[Batch]):

@@ -57,7 +57,8 @@ class TokenFiles:
                 f"{self.path}. Type data.context={max(len(train) - 1, 1)} or less, or name more "
                 "tokens."
             )
-        if not train[1:_CHECKED_FIRST:2].any():
+        first = train[:_CHECKED_FIRST]
+        if first[::2].any() and not first[1::2].any():
             raise ConfigError(
                 f"data.source.dtype={self.dtype}: every second token of {self.path} is 0, as if "
                 "its numbers were wider. Type their dtype, such as data.source.dtype=uint32."

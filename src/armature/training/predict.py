@@ -171,9 +171,9 @@ class RowWriter(L.Callback):
         found = rows(outputs, len(indices), owner=type(pl_module).__name__)
         for index, row in zip(indices, found, strict=True):
             own = {"loader": dataloader_idx} if len(loaders) > 1 else {}
-            own |= {"index": index, **({} if describe is None else describe(index))}
+            own |= {"index": index} | (describe(index) if describe else {})
             number = row.get("class")
-            if names is not None and type(number) is int and 0 <= number < len(names):
+            if names and type(number) is int and 0 <= number < len(names):
                 row["class"] = str(names[number])
             self._file.write(json.dumps([[dataloader_idx, index], own | row]) + "\n")
 
@@ -206,7 +206,7 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
 def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     named = value._asdict() if hasattr(value, "_asdict") else value
     # texts of samples: torch's own collate makes a tuple of them
-    if isinstance(named, tuple) and not all(isinstance(v, (str, int, float)) for v in named):
+    if isinstance(named, tuple) and not all(isinstance(v, str | int | float) for v in named):
         named = {str(i): each for i, each in enumerate(named)}
     if isinstance(named, dict):
         for key, each in named.items():
@@ -216,20 +216,20 @@ def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _length(value: Any) -> int | None:
-    is_array = isinstance(value, (Tensor, np.ndarray))
-    return len(value) if (value.ndim if is_array else isinstance(value, (list, tuple))) else None
+    is_array = isinstance(value, Tensor | np.ndarray)
+    return len(value) if (value.ndim if is_array else isinstance(value, list | tuple)) else None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.float() if value.dtype == torch.bfloat16 else value).tolist()
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def merge(parts: list[Path], file: Path) -> int:
@@ -260,7 +260,7 @@ def merge(parts: list[Path], file: Path) -> int:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, (list, dict)) else value
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:

@@ -48,8 +48,8 @@ class RestoreProgress(RunHooks, Callback):
     collected so far are restored, too.
 
     Args:
-        settings: of the run: with the same ones a resume goes no further than the step at which a
-            callback has ended it.
+        settings: tells this run and its settings from others: with the same ones a resume goes no
+            further than the step at which a callback has ended the run.
     """
 
     def __init__(self, settings: Any) -> None:
@@ -105,7 +105,7 @@ class RestoreProgress(RunHooks, Callback):
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
-            "ended": trainer.should_stop and self._settings,
+            "ended": trainer.should_stop and not loop.min_steps and self._settings,
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
                 for each in _model_checkpoints(trainer)

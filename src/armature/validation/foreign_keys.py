@@ -176,7 +176,7 @@ def ineffective(overrides: list[str]) -> list[str]:
     """
     files = {f"local={each}" for each in ("null", *options("local"))}  # of which Hydra needs none
     return [
-        f"{each}: there is no configs/local/{each[6:]}.yaml.{nearest(each, files)}"
+        f"{each}: there is no configs/local/{each[6:]}.yaml.{nearest(each[6:], options('local'))}"
         for each in {*overrides} - files
         if re.fullmatch(r"local=\w+", each) and "searchpath" not in str(overrides)
     ] + [
