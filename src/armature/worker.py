@@ -153,7 +153,14 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         fed,
         SaveAssets(fed.assets, directory),
         # before those whose counters it restores
-        RestoreProgress([cfg.run.id, run_dir.fingerprint(cfg)]),
+        RestoreProgress(
+            [  # without the group `trainer`, which says on how many devices, too
+                cfg.run.id,
+                limits.global_batches,
+                cfg.trainer.max_time,
+                *map(config.without_secrets(cfg).get, resume.GROUPS[:-1]),
+            ]
+        ),
         guard,
         step_log,  # before monitors, which add columns to it
         same,

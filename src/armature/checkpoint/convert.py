@@ -71,7 +71,7 @@ def averages_of(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Tenso
     """
     averages = state.load_full_state_dict(checkpoint, prefix=AVERAGES)
     known = [name for name in averages if name in weights]
-    for name in weights.keys() - averages.keys():
+    for name in weights.keys() - averages:
         tied = (first for first in known if _is_same(weights[name], weights[first]))
         if (first := next(tied, None)) is not None:
             averages[name] = averages[first].clone()

@@ -430,7 +430,7 @@ def load_whole(
     for group, old, new in zip(optimizer.param_groups, then, built, strict=False):
         group.update(settings_of(group | {BUILT: old}, new))
     known = _inner(optimizer)
-    for name in held.keys() & known.keys():
+    for name in held.keys() & known:
         load_whole(known[name], held[name])
 
 

@@ -125,7 +125,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
         if group.split(".")[0] in signatures.unused(cfg.task):
             continue
         there, here = (flat(OmegaConf.select(c, group), group) for c in (saved, cfg))
-        kind, keys = f"{group}._target_", sorted(there.keys() | here.keys())
+        kind, keys = f"{group}._target_", sorted(there.keys() | here)
         if there.get(kind) != here.get(kind):  # their other keys have nothing in common
             keys = [kind]
         for key in keys:
@@ -184,7 +184,7 @@ def differences(
     )
     return {
         key: (one, other)
-        for key in sorted(now.keys() | then.keys())
+        for key in sorted(now.keys() | then)
         if key.rpartition(".")[2] not in NO_EFFECT
         and (not key.startswith("checkpoint.") or key in ("checkpoint.monitor", "checkpoint.mode"))
         and (one := now.get(key)) != (other := then.get(key))

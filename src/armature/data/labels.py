@@ -202,7 +202,7 @@ class DatasetClasses:
 
 def check_same(then: dict[str, list[str]], now: dict[str, list[str]]) -> None:
     """Raise ConfigError if names that both have by their kind are others, or in another order."""
-    for what in sorted(then.keys() & now.keys()):
+    for what in sorted(then.keys() & now):
         if (found := difference(then[what], now[what])) is not None:
             raise ConfigError(
                 f"data: the {what} are no longer those that the checkpoint was trained with: "

@@ -139,7 +139,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         )
 
     def load_scaler_state(self, saved: Mapping[str, Any]) -> None:
-        for key in self.scaler_state().keys() & saved.keys():
+        for key in self.scaler_state().keys() & saved:
             setattr(self._zero.loss_scaler, key, saved[key])
 
     @override

@@ -119,9 +119,7 @@ class LoggerConnector(_LoggerConnector):
         module logs.
         """
         logged = {metric.meta.name for metric in self.trainer.fit_loop.epoch_loop._results.values()}
-        self.step_values = (
-            self.step_values | (values.keys() - self._callback_metrics.keys())
-        ) - logged
+        self.step_values = (self.step_values | (values.keys() - self._callback_metrics)) - logged
         for name in self.step_values & values.keys():
             self._callback_metrics[name] = torch.tensor(values[name])
 
