@@ -32,6 +32,7 @@ class Batched(Dataset[Batch]):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Batch:
+        # range: -1 is the last sample, and an index behind it ends iteration by IndexError
         return {name: value[0] for name, value in self.batch([range(len(self))[index]]).items()}  # pyright: ignore[reportArgumentType]
 
 

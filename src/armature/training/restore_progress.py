@@ -105,6 +105,7 @@ class RestoreProgress(RunHooks, Callback):
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
+            # with min_steps a run goes on after it was to stop
             "ended": trainer.should_stop and not loop.min_steps and self._settings,
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
@@ -173,7 +174,9 @@ class RestoreProgress(RunHooks, Callback):
             saved[number] = schedules.with_objects(schedule, state)
 
     def training_begins(self, trainer: OurTrainer) -> None:
-        """Note that a run which was stopped after its last step still has to end its epoch."""
+        """Note that a run goes no further which a callback had ended, and that one which was
+        stopped after its last step still has to end its epoch. Load again what waits for a batch.
+        """
         step, loop = completed_batches(trainer), trainer.fit_loop
         progress: Any = loop.epoch_progress.current
         if self._saved.get("ended") == self._settings:

@@ -171,10 +171,11 @@ def hint(key: str, value: str, known: Iterable[str], *, word: str | None = None)
 
 
 def ineffective(overrides: list[str]) -> list[str]:
-    """Return the overrides of Hydra's own keys that would change nothing, with what to type
-    instead.
+    """Return the overrides that would change nothing, with what to type instead: those of Hydra's
+    own keys, and local=NAME without a file.
     """
-    files = {f"local={each}" for each in ("null", *options("local"))}  # of which Hydra needs none
+    # Hydra needs no file of `local`. A folder that is searched besides may have others
+    files = {f"local={each}" for each in ("null", *options("local"))}
     return [
         f"{each}: there is no configs/local/{each[6:]}.yaml.{nearest(each[6:], options('local'))}"
         for each in {*overrides} - files
