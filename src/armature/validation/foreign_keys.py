@@ -46,7 +46,8 @@ FOREIGN: dict[str, str] = {
     "accumulate_grad_batches": _ACCUMULATE,
     "val_check_interval": _EVERY,
     "check_val_every_n_epoch": _EVERY,
-    "min_epochs": "Type trainer.max_steps=…, and callbacks=early_stopping to end earlier",
+    "min_epochs": "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping "
+    "to end earlier",
     "enable_checkpointing": _CHECKPOINTS,
     "default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
