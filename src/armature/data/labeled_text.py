@@ -74,7 +74,9 @@ class LabeledTextData(ColumnData):
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
     """
 
-    model_sizes: ClassVar[dict[str, str]] = {"context": "context"}  # read before launch
+    # read before launch
+    modality = "labeled texts"
+    model_sizes: ClassVar[dict[str, str]] = {"context": "context"}
 
     def __init__(
         self,
