@@ -16,6 +16,7 @@ from hydra.types import RunMode
 
 from armature import cli, launch, run_dir
 from armature.errors import ConfigError
+from armature.validation.compose import explain_sweep
 from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
@@ -129,6 +130,12 @@ def test_a_trial_that_was_begun_with_other_values_is_refused(monkeypatch, tmp_pa
     with pytest.raises(ConfigError, match=rf"{begun}seed=0 there, 1 here"):
         launch._run(trial, [], alone=False)
     assert run_dir.read(Path(trial.run.dir)).seed == 0
+    typed = ["seed=0,1", f"run.root={tmp_path}/sweep", "run.name=0"]
+    (problem,) = explain_sweep(typed, lambda *_, **__: None)
+    assert f"{tmp_path}/sweep/0 holds a run, not a sweep. Type another run.name." in problem
+    trial.run.dir = f"{tmp_path}/sweep"
+    with pytest.raises(ConfigError, match=r"sweep holds a sweep, not a run. Type another run.name"):
+        launch._run(trial, [], alone=False)
 
 
 @pytest.mark.guarantee

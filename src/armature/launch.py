@@ -136,6 +136,11 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
         # a sweep of this name has begun this trial, whose values are what it compares
         if sweep and (Path(cfg.run.dir) / "config.yaml").is_file():
             _require_same_settings(cfg, "holds a trial that was begun")
+        if trials.begun(Path(cfg.run.dir)):
+            raise ConfigError(
+                f"{cfg.run.dir} holds a sweep, not a run. Type another run.name, or -m before the "
+                "values to try."
+            )
         run_dir.write(cfg, overrides)
         if alone:
             from armature import worker
