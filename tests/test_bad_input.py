@@ -257,6 +257,8 @@ FILES = {
         "callbacks: {NAME: {_target_: …}}. And trainer.max_steps: a file has no dotted keys. Write "
         "trainer: {max_steps: 5}."
     ),
+    "# @package _global_\ntrainer: [max_steps: 4]\n": "trainer: it is [{max_steps: 4}], where keys "
+    "belong. Write KEY: VALUE, without a hyphen",
     "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark",
     "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",

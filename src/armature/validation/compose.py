@@ -481,8 +481,10 @@ def _no_groups(read: dict[str, Any]) -> list[str]:
         value = read.get(key)
         if (kind is config.Keys or is_dataclass(kind)) and not isinstance(value, dict | None):
             instead = f"'- override /{key}: {_as_typed(value)}' in its defaults list"
-            if "{" in str(value):
+            if "{" in str(value) and key in config.OPEN:
                 instead = f"{key}: {{NAME: {{_target_: …}}}}"
+            elif ":" in str(value):
+                instead = "KEY: VALUE, without a hyphen, and with a space after the colon"
             found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {instead}.")
     return found
 
