@@ -54,6 +54,7 @@ def test_its_own_files_come_first_then_the_shipped_ones(moons):
     assert "exists already" in call("copy", "model/gpt_nano", cwd=moons, code=2)
     file.unlink()
     assert "Options of model: " in call("copy", "model/gpt_nanoo", cwd=moons, code=2)
+    assert "type GROUP/NAME" in call("copy", cwd=moons, code=2)
 
 
 def test_mistakes_are_answered_as_in_a_clone(moons):

@@ -25,7 +25,7 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(f"{__doc__}{', '.join(sorted(scripts))}")
     elif name == "copy":
-        for option in words:
+        for option in words or ["GROUP/NAME"]:
             copy(option)
     elif name == "schema":
         from armature.command import schema
