@@ -122,10 +122,11 @@ def finish(
         lines.append(f"{run.guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")
     if preview:
         lines.append(preview)
-    if reason == "finished" and checkpoint is not None:
-        script = "generate" if (folder / TOKENIZER_FILE).exists() else "evaluate"
+    script = "generate" if (folder / TOKENIZER_FILE).exists() else "evaluate"
+    measured = [each for each in ("test", "validation") if is_overridden(f"{each}_step", run.task)]
+    if reason == "finished" and checkpoint is not None and (script == "generate" or measured):
         option = " --chat" if (folder / CHAT_TEMPLATE).exists() else ""
-        if script == "evaluate" and not is_overridden("test_step", run.task):
+        if script == "evaluate" and "test" not in measured:
             option = " --split val"
         command = project.as_typed(f"python scripts/{script}.py")
         lines.append(f"next: {command} {shlex.quote(run.cfg.run.dir)}{option}")
