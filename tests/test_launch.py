@@ -15,6 +15,7 @@ import pytest
 from hydra.types import RunMode
 
 from armature import cli, launch, run_dir
+from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.validation.compose import explain_sweep
 from tests import running
@@ -136,6 +137,17 @@ def test_a_trial_that_was_begun_with_other_values_is_refused(monkeypatch, tmp_pa
     trial.run.dir = f"{tmp_path}/sweep"
     with pytest.raises(ConfigError, match=r"sweep holds a sweep, not a run. Type another run.name"):
         launch._run(trial, [], alone=False)
+
+
+def test_a_run_of_other_classes_is_answered_with_what_was_typed_for_it(tmp_path):
+    typed = ["trainer.accelerator=cpu", f"run.root={tmp_path}", "run.name=a"]
+    begun, here = (
+        run_dir.decide(cli.compose([*typed, *more]), label="x")
+        for more in (["experiment=digits"], [])
+    )
+    checkpoint = run_dir.write(begun, []) / "checkpoints" / "step=000001"
+    for problem in resume.mismatches(here, checkpoint):
+        assert f"Type what {tmp_path}/a/overrides.txt has, or another run.name" in problem
 
 
 @pytest.mark.guarantee

@@ -136,9 +136,12 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
                 key == "model.pretrained" and now and pretrained.is_same(str(now), trained_in)
             )
             if then != now and not may_change:
+                typed = f"{key}={then}"
+                if key.endswith("_target_"):  # a class has other arguments, too
+                    typed = f"what {trained_in}/overrides.txt has"
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
-                    f"Type {key}={then}, or another run.name without resume=, to begin at step 0."
+                    f"Type {typed}, or another run.name without resume=, to begin at step 0."
                 )
     return found
 
