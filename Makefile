@@ -34,6 +34,13 @@ endef
 export PRINT_EXTRAS
 PACKAGES_OF = $(BIN)/python -c "$$PRINT_EXTRAS"
 
+# make itself would ignore keys typed beside ARGS, as in make train strategy=ddp
+TYPED := $(foreach each,$(.VARIABLES),$(if $(filter command,$(origin $(each))),$(each)))
+READ := ARGS BIN CONSTRAINTS EXTRAS GPU NAME PYTHON TORCH TORCH_INDEX UPGRADE UV VENV
+UNREAD := $(filter-out $(READ),$(TYPED))
+KEYS := $(foreach each,$(UNREAD),$(each)=$($(each)))
+$(if $(UNREAD),$(error $(KEYS): no target reads it. Type ARGS="$(KEYS)", or one of $(READ)))
+
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
@@ -121,4 +128,5 @@ lock: $(VENV)/bin/python ## Write uv.lock and constraints.txt anew after a chang
 	(echo '# uv.lock without torch and hashes, for pip. make lock writes this file; CONSTRAINTS= ignores it.'; \
 		sed -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' $(VENV)/constraints.txt) > constraints.txt
 
-.PHONY: $(shell sed -nE 's/^([a-z-]+):.*##.*/\1/p' Makefile)
+tests: test
+.PHONY: tests $(shell sed -nE 's/^([a-z-]+):.*##.*/\1/p' Makefile)

@@ -101,6 +101,11 @@ def test_a_mistyped_extra_is_named(tmp_path):
     assert "EXTRAS=dta: there is no such extra. Type some of data deepspeed " in result.stderr
 
 
+def test_a_key_beside_args_is_named():
+    result = subprocess.run(["make", "train", "a.b=1"], cwd=ROOT, capture_output=True, text=True)
+    assert 'a.b=1: no target reads it. Type ARGS="a.b=1", or one of ARGS' in result.stderr
+
+
 def test_versions_agree():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
     assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
