@@ -19,6 +19,7 @@ from tests import in_process
             "trainer.devices=2 would change nothing here: only a training reads it",
         ),
         ("evaluate", "strategy=ddp", "strategy=ddp would change nothing"),
+        ("evaluate", "data.global_batch_size=7", "data.global_batch_size=7 would change nothing"),
         ("evaluate", "run.name=x", "run.name=x would change nothing"),
         ("evaluate", "trainer.precision=32-true", "no run directory"),
         ("generate", "trainer.precision=32-true", "trainer.precision=32-true would change nothing"),

@@ -48,7 +48,8 @@ ONE_OPTION = (*config.OF_ONE_CLASS, "trainer", "checkpoint", "launch")
 full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 # a line of Hydra's completion for bash, which ignores its result
 _SOUGHT = 'grep "@hydra.main" $file_path -q'
-_OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger", "optimizer", "scheduler")
+_OF_TRAINING = {"run", "resume", "strategy", "trainer", "logger", "optimizer", "scheduler"}
+_OF_TRAINING |= {"data.global_batch_size", "data.micro_batch_size"}
 TRIAL_OPTION = "--trial"  # of the command of a trial's process
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
@@ -424,7 +425,9 @@ def refuse_training_keys(typed: Sequence[str], *, used: Sequence[str] = ()) -> N
     """
     keys = {each: each.partition("=")[0].lstrip("+") for each in typed}
     if ignored := [
-        each for each, key in keys.items() if key.split(".")[0] in _OF_TRAINING and key not in used
+        each
+        for each, key in keys.items()
+        if _OF_TRAINING & {key, key.split(".")[0]} and key not in used
     ]:
         refuse(
             [
