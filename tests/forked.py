@@ -28,7 +28,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    "antlr4.LL1Analyzer",
     "hydra._internal.core_plugins",
     "lightning.pytorch",
     "rich._emoji_codes",
@@ -158,8 +157,9 @@ def serve() -> None:
         __import__(name)
     with _without_cuda():
         _parse_once()
-    with contextlib.suppress(ModuleNotFoundError):
-        __import__("wandb")
+    for name in ("antlr4.LL1Analyzer", "wandb"):  # of Hydra 1.3, and of an extra
+        with contextlib.suppress(ModuleNotFoundError):
+            __import__(name)
     gc.freeze()  # what is imported is not garbage of any fork
     gc.get_freeze_count = lambda: 1  # counting them takes each fork 0.1 s
     for line in requests:
