@@ -129,11 +129,10 @@ class Bar(Display, ProgressBar):
         logged = trainer.progress_bar_metrics
         shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]
         own = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
-        spent = self._printed - self._started
-        left = spent / (done - self._first_step) * (self.total_steps - done)
+        pace = (self._printed - self._started) / (done - self._first_step)
         drawn = "━" * (WIDTH * done // self.total_steps)
         bar = f" {drawn:<{WIDTH}}" if self._on_terminal else ""
-        left = timedelta(seconds=int(left))
+        left = timedelta(seconds=int(pace * (self.total_steps - done)))
         self._show(f"step {done}/{self.total_steps}{bar} {left} left {self._values()}{own}")
 
     def _values(self) -> str:

@@ -42,9 +42,16 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
 
 
 def quiet() -> None:
-    """Silence warnings about things we do on purpose."""
+    """Silence warnings about things we do on purpose, and of Lightning's remarks all but those that
+    callbacks make, such as `EarlyStopping(verbose=True)`.
+    """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("callbacks", "utilities.rank_zero"):  # through which some of them speak
+        remarks = logging.getLogger(f"lightning.pytorch.{name}")
+        remarks.setLevel(logging.INFO)
+        remarks.addFilter(lambda said: said.levelno > logging.INFO or "callbacks" in said.pathname)
+    logging.getLogger("lightning").handlers.clear()  # it would print them a second time
     for message in (
         ".*does not have many workers.*",
         ".*sync_dist=True.*",  # torchmetrics has reduced them already

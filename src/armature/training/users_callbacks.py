@@ -41,8 +41,7 @@ class CheckCallbacks(RunHooks, Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Any] = trainer.callbacks if stage == "fit" else []  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = dict.fromkeys(map(type, callbacks))
+        kinds = dict.fromkeys(map(type, trainer.callbacks if stage == "fit" else ()))  # pyright: ignore[reportAttributeAccessIssue]
         cfg: Any = OmegaConf.to_container(self._cfg, resolve=True)
         if found := combinations.callback_problems(kinds, cfg, Layout.of(self._cfg)):
             raise ConfigError(found)
@@ -60,9 +59,7 @@ class BeginAverages(Callback):
     ) -> None:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             average = getattr(callback, "_average_model", None)
-            if not isinstance(callback, WeightAveraging) or average is None:
-                continue
-            if not average.n_averaged:
+            if isinstance(callback, WeightAveraging) and average and not average.n_averaged:
                 average.update_parameters(pl_module)
                 average.n_averaged.zero_()
 

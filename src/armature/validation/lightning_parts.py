@@ -14,12 +14,12 @@ from armature.validation import signatures
 log = logging.getLogger(__name__)
 
 UPLOADS = ("WandbLogger", "MLFlowLogger")  # with log_model they upload what ModelCheckpoint saves
-PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
-    "WandbLogger": ("wandb", "wandb"),
-    "MLFlowLogger": ("mlflow", "mlflow"),
-    "CometLogger": ("comet_ml", "comet-ml"),
-    "TensorBoardLogger": ("tensorboard", "tensorboard"),
-    "LitLogger": ("litlogger", "litlogger"),
+PACKAGES = {  # module that a logger of Lightning's imports
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet_ml",
+    "TensorBoardLogger": "tensorboard",
+    "LitLogger": "litlogger",
 }
 
 
@@ -56,13 +56,13 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
         key, _, value = override.lstrip("+").partition("=")
         group, dot, name = key.partition(".")
         if dot and group in unread:
-            has = [each for each in (key, name) if OmegaConf.select(cfg.task, each) is not None]
+            own = (f"task.{each}" for each in (key, name))
+            has = [each for each in own if OmegaConf.select(cfg, each) is not None]
             takes = [f"+task.{name}"] * (name in signatures.parameters_of(target))
-            typed = [*(f"task.{each}" for each in has), *takes]
             found += [
                 f"{override}: this has no effect, since {target} does not use the group {group}. "
                 f"Type {each}={value}."
-                for each in typed[:1]
+                for each in (has + takes)[:1]
             ]
     return found
 
@@ -71,14 +71,12 @@ def logger_problems(cfg: DictConfig) -> list[str]:
     """Return the loggers whose package is missing, or which would upload nothing. No class is
     imported.
     """
-    used = (
-        (key, *PACKAGES.get(target.rpartition(".")[2], (None, None)))
-        for key, target in signatures.targets_in(cfg, "logger")
-    )
     missing = [
-        f"{key}: {module} is not installed. Type pip install {package}, or another logger."
-        for key, module, package in used
-        if module is not None and importlib.util.find_spec(module) is None
+        f"{key}: {module} is not installed. Type pip install {module.replace('_', '-')}, or "
+        "another logger."
+        for key, target in signatures.targets_in(cfg, "logger")
+        if (module := PACKAGES.get(target.rpartition(".")[2]))
+        and importlib.util.find_spec(module) is None
     ]
     if any(
         target.rpartition(".")[2] == "ModelCheckpoint"
