@@ -46,6 +46,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…:",
     "launch.allowed_packages=null": "must be a list of packages",
     "trainer.fast_dev_run=true": "Type debug=fast:",
+    "trainer.auto_lr_find=true": "Type -m sweep=lr: ",
     "trainer.val_check_interval=0.25": "Type trainer.val_every_n_steps=",
     "trainer.accumulate_grad_batches=10": "Type data.global_batch_size=… and "
     "data.micro_batch_size=…",

@@ -58,6 +58,8 @@ FOREIGN: dict[str, str] = {
     "enable_progress_bar": "Leave it out: outside of a terminal there is no bar",
     "checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
     # its older arguments
+    "auto_lr_find": "Type -m sweep=lr: one trial per learning rate",
+    "auto_scale_batch_size": "Type data.micro_batch_size=auto: the largest that fits",
     "gpus": _ALL_OR_ONE,
     "gpus=[…]": _CHOSEN_GPUS,
     "gpus=-1": _ALL_GPUS,
