@@ -218,6 +218,10 @@ class EndsWithOthers(L.Callback):
                 weight.fill_(0.5)
 
 
+class EndsEpoch(L.Callback):
+    on_train_epoch_end = EndsWithOthers.on_train_end
+
+
 class EndsItself(Images):
     def on_train_end(self):
         EndsWithOthers.on_train_end(None, self.trainer, self)  # pyright: ignore[reportArgumentType]
@@ -235,11 +239,12 @@ def test_a_run_without_loggers_and_callbacks_saves(forks):
     "ends",
     [
         "+callbacks.ends={_target_:tests.test_lightning_surface.EndsWithOthers}",
+        "+callbacks.ends={_target_:tests.test_lightning_surface.EndsEpoch}",
         "task._target_=tests.test_lightning_surface.EndsItself",
     ],
 )
 def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every, ends):
-    name = f"end{every}{'Itself' in ends}"
+    name = f"end{every}{ends[-5:-1]}"
     forks.train(*COMMAND, f"run.name={name}", ends, f"checkpoint.every_n_steps={every}")
     weights = state.load_full_state_dict(
         forks.cwd / "outputs" / name / "checkpoints" / "step=000004"

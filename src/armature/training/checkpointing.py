@@ -78,7 +78,6 @@ class Checkpointing(RunHooks, Checkpoint):
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
-        self._owed_step = -1  # the loaded checkpoint's, when its validation has run
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -173,7 +172,8 @@ class Checkpointing(RunHooks, Checkpoint):
         """
         self._validated_step = completed_batches(trainer)
         if self._owes_validation:
-            self._owed_step, self._owes_validation = self._validated_step, False
+            # the loaded checkpoint owes what has run
+            self._saved_step, self._owes_validation = -1, False
         value = trainer.callback_metrics.get(self.policy.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
         # whatever each rank has logged, all ranks save or none does
@@ -195,9 +195,11 @@ class Checkpointing(RunHooks, Checkpoint):
             self._save(trainer, score)
 
     def training_ends(self, trainer: OurTrainer) -> None:
-        """Save before the hooks of the end, one of which may fail."""
+        """Save before the hooks of the end, one of which may fail, and again after those of the
+        epoch's end: these may average the weights.
+        """
         self._time_vote.finish()
-        if self._owed_step == self._saved_step:  # that checkpoint owes the validation that has run
+        if _users_define("on_train_epoch_end", trainer):
             self._saved_step = -1
         if self.policy.at_end or trainer.should_stop:
             self._save(trainer, last=True)
@@ -209,7 +211,7 @@ class Checkpointing(RunHooks, Checkpoint):
         if not (self.policy.at_end or trainer.should_stop):
             self._finish_pending(trainer, last=True)
             return
-        if any(is_overridden("on_train_end", each) for each in _users(trainer)):
+        if _users_define("on_train_end", trainer):
             self._finish_pending(trainer)
             self._saved_step = -1
         self._save(trainer, last=True, final=True)
@@ -368,8 +370,8 @@ class Checkpointing(RunHooks, Checkpoint):
             self.scores.pop(step, None)
 
 
-def _users(trainer: Trainer) -> list[Any]:
-    """Return the module and the callbacks that are not ours."""
+def _users_define(hook: str, trainer: Trainer) -> bool:
+    """Return whether the module or a callback that is not ours has this hook."""
     callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     others = [each for each in callbacks if not type(each).__module__.startswith("armature.")]
-    return [trainer.lightning_module, *others]
+    return any(is_overridden(hook, each) for each in [trainer.lightning_module, *others])
