@@ -8,34 +8,24 @@ import pytest
 pytestmark = pytest.mark.slow  # imports DeepSpeed
 
 
-@pytest.fixture
-def DeepSpeed() -> Any:
-    from armature.strategies.deepspeed import DeepSpeed
-
-    return DeepSpeed
-
-
-def engine(**parts: Any) -> Any:
-    return SimpleNamespace(optimizer=SimpleNamespace(**parts))
-
-
-def test_the_state_of_fp16s_loss_scale_is_saved_and_restored(DeepSpeed: Any) -> None:
+def test_the_state_of_fp16s_loss_scale_is_saved_and_restored():
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    def made() -> Any:
+    from armature.strategies.deepspeed import DeepSpeed
+
+    def made():
         strategy: Any = DeepSpeed()
         scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, consecutive_hysteresis=False)
-        strategy.model = engine(loss_scaler=scaler)
+        strategy.model = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
         return strategy
 
     first, second = made(), made()
     changed = {"cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": 5, "cur_hysteresis": 1}
     vars(first._zero.loss_scaler).update(changed)
-    saved = first.scaler_state()
-    assert saved == changed
-    second.load_scaler_state(saved)
+    assert first.scaler_state() == changed
+    second.load_scaler_state(changed)
     assert vars(second._zero.loss_scaler) == vars(first._zero.loss_scaler)
-    second.model = engine(loss_scaler=SimpleNamespace(dynamic=False, cur_scale=1.0))  # bf16
+    second.model.optimizer.loss_scaler = SimpleNamespace(dynamic=False, cur_scale=1.0)  # bf16
     assert second.scaler_state() == {}
-    second.load_scaler_state(saved)
+    second.load_scaler_state(changed)
     assert second._zero.loss_scaler.cur_scale == 1.0

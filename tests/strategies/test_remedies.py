@@ -1,10 +1,15 @@
 """What torch says of a strategy's limits is answered with what to type."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from armature.strategies.ddp import DDP
 from armature.strategies.deepspeed import DeepSpeed
 from armature.strategies.mesh import MeshStrategy
+from armature.training import errors
 
 WHOLE = "with armature.whole_weights(self)"
 CASES = {  # what torch says, and what is added
@@ -41,3 +46,12 @@ def test_other_errors_stay_as_they_are():
     error = RuntimeError("another one")
     DDP().on_exception(error)
     assert str(error) == "another one"
+
+
+def test_what_lightning_refuses_has_one_too(monkeypatch):
+    run: Any = SimpleNamespace(strategy=DeepSpeed())
+    monkeypatch.setattr(errors, "record", lambda error: run.__setattr__("said", str(error)))
+    with pytest.raises(MisconfigurationException) as caught:
+        raise MisconfigurationException("only supports single optimizer")
+    errors.RecordError(run).on_exception(run, run, caught.value)
+    assert "strategy=fsdp" in run.said

@@ -70,6 +70,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         "tensor b (0)": IN_PARTS,
         "got [0] but": IN_PARTS,
         "cannot be 0 to view": "A weight has no dimension: make it nn.Parameter(torch.ones(1)).",
+        "single optimizer": "The engine takes one optimizer and one schedule. Type strategy=fsdp.",
     }
 
     def __init__(

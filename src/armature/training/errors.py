@@ -72,10 +72,9 @@ class RecordError(L.Callback):
             return
         if together:
             return
-        refusal = refusal_of(exception, pl_module)
-        if refusal is None and (explain := getattr(trainer.strategy, "explain", None)) is not None:
+        if (explain := getattr(trainer.strategy, "explain", None)) is not None:
             explain(exception)
-        record(refusal or exception)
+        record(refusal_of(exception, pl_module) or exception)
 
 
 def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
