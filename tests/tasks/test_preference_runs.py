@@ -88,7 +88,9 @@ def equal(one: Path, other: Path) -> None:
 
 def test_a_run_resumes_bit_for_bit_and_is_evaluated_and_exported(train, parts):
     straight, stopped = train("straight"), train("stopped", "trainer.max_steps=3")
-    assert "reference: the model without its adapters" in (straight / "screen.txt").read_text()
+    screen = (straight / "screen.txt").read_text()
+    assert "reference: the model without its adapters" in screen
+    assert "eval mode" not in screen
     table = rows(straight)
     assert float(table[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
     assert float(table[-1]["train/reward_margin"]) > float(table[1]["train/reward_margin"]) > 0.0

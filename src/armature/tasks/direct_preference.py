@@ -2,6 +2,7 @@
 the rejected one.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -99,8 +100,8 @@ class DirectPreference(LanguageModeling):
     @property
     def start_note(self) -> str:
         """What the line at the start of a run says of the reference."""
-        copied = "a frozen copy of the model" if self.adapter is None else None
-        return f"reference: {copied or 'the model without its adapters'}, in each step"
+        kind = "the model without its adapters" if self.adapter else "a frozen copy of the model"
+        return f"reference: {kind}, in each step"
 
     @override
     def configure_model(self) -> None:
@@ -108,6 +109,7 @@ class DirectPreference(LanguageModeling):
         if self.adapter is None and self.reference is None:
             self.reference = self.new_model().requires_grad_(False)
         self.train()
+        warnings.filterwarnings("ignore", "Found .* in eval mode")  # as `train` sets it
 
     @override
     def train(self, mode: bool = True) -> Self:
@@ -125,7 +127,7 @@ class DirectPreference(LanguageModeling):
         """Return the log-probability of each target of both answers (B, 2, T), in nats; 0 where
         there is none.
         """
-        model = self.model if model is None else model
+        model = model or self.model
         assert model is not None
         inputs, targets = inputs_and_targets(batch)
         if inputs.ndim != 3 or inputs.shape[1] != 2:
