@@ -252,8 +252,9 @@ def _prepare(fed: feed.Feed) -> None:
     if fed.assets.prepares_on_every_rank:
         data.prepare_data()
         return
-    local = environment.local_rank() == 0
-    chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
+    chosen = environment.local_rank() == 0 and (
+        data.prepare_data_per_node or process_group.rank() == 0
+    )
 
     def prepare() -> None:
         try:
@@ -287,7 +288,7 @@ class SaveAssets(RunHooks, L.Callback):
 
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
-    cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
+    trainer, step_log, data = run.trainer, run.step_log, run.feed.data
     # a service that fails ends a first start; a resume continues without it
     trainer.loggers = loggers.without_failed(
         trainer.loggers,
@@ -295,27 +296,30 @@ def fit_and_test(run: Run) -> None:
         resumes=run.checkpoint is not None,
     )
     for logger in trainer.loggers if process_group.rank() == 0 else ():
-        logger.log_hyperparams(config.without_secrets(cfg))
+        logger.log_hyperparams(config.without_secrets(run.cfg))
+    tests = (
+        run.cfg.trainer.test_at_end
+        and is_overridden("test_step", run.task)
+        and is_overridden("test_dataloader", data, L.LightningDataModule)
+    )
+    if tests and isinstance(data, LabeledData):
+        data.test_dataloader()  # what it lacks is reported before the training
     started = time.monotonic()
     _collect_garbage_again()
     try:
-        trainer.fit(run.task, datamodule=run.feed.data, ckpt_path=run.checkpoint)
-        row = trainer.step_metrics.step_values
+        trainer.fit(run.task, datamodule=data, ckpt_path=run.checkpoint)
         # the last step's loss is the mean over all ranks; a module logs its own rank's
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if name not in row and not name.endswith("_step")
+            if name not in trainer.step_metrics.step_values and not name.endswith("_step")
         } | _last_row(step_log)
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"
-        has_test = is_overridden("test_step", run.task) and is_overridden(
-            "test_dataloader", run.feed.data, L.LightningDataModule
-        )
-        if reason == "finished" and cfg.trainer.test_at_end and has_test:
+        if reason == "finished" and tests:
             step_log.csv.trained = {*metrics}
             # one for each loader
-            for tested in trainer.test(run.task, datamodule=run.feed.data, verbose=False):
+            for tested in trainer.test(run.task, datamodule=data, verbose=False):
                 metrics.update(step_log.csv.beside_trained(tested))
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
@@ -388,8 +392,9 @@ def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | 
     """
     if trainer.gradient_clip_val != "auto":
         return trainer.gradient_clip_val
-    itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
-    return None if itself else AUTO_CLIP
+    if is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization:
+        return None
+    return AUTO_CLIP
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:

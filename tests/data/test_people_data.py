@@ -13,6 +13,7 @@ from PIL import Image
 from armature.data import feed
 from armature.errors import ConfigError
 from tests.data.feeding import config
+from tests.running import call
 
 
 def build(name, **changes):
@@ -347,3 +348,14 @@ def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"column y holds -1, .*data.splits.val=…"):
         data.dataset("val")
     assert len(data.dataset("predict")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee
+def test_a_test_split_that_is_not_there_is_named_before_the_training(hf, tmp_path):
+    words = "task=example model=example data=hf data.path=csv data.inputs=[width,height]"
+    files = f"data.data_files={write_table(tmp_path / 't.csv')}"
+    words = [*words.split(), files, "data.targets=kind", "data.splits.val=train"]
+    ended = call("train.py", *words, "trainer.max_steps=2", cwd=tmp_path, code=2)
+    assert 'split test: ValueError: Unknown split "test"' in ended.stderr
+    assert "val/loss" not in ended.stdout + ended.stderr
