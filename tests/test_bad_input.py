@@ -275,27 +275,27 @@ def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     config.register()
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     written = text.encode(errors="surrogateescape")  # "\udce9" is é in Latin-1
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_bytes(written)
+    (tmp_path / "own" / "experiment" / "lone.yaml").write_bytes(written)
     searched = searching(tmp_path / "own")
-    (problem,) = explain(Exception(), [searched, "experiment=mine"])
-    assert problem.startswith("experiment=mine: in own/experiment/mine.yaml: ")
+    (problem,) = explain(Exception(), [searched, "experiment=lone"])
+    assert problem.startswith("experiment=lone: in own/experiment/lone.yaml: ")
     assert FILES[text] in problem
 
 
 def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, folder):
     config.register()
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+    (tmp_path / "own" / "experiment" / "lone.yaml").write_text(
         "# @package _global_\ntrainer: {max_stps: 3}\n"
     )
     searched = searching(tmp_path / "own")
     expected = (
-        "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. "
+        "experiment=lone: in own/experiment/lone.yaml: there is no key 'trainer.max_stps'. "
         "Did you mean 'trainer.max_steps'?"
     )
-    (problem,) = explain(Exception(), [searched, "experiment=main"])
-    assert "Did you mean 'mine'?" in problem
-    refused(["--config-dir", str(tmp_path / "own"), "experiment=mine"], expected, cwd=folder)
+    (problem,) = explain(Exception(), [searched, "experiment=lane"])
+    assert "Did you mean 'lone'?" in problem
+    refused(["--config-dir", str(tmp_path / "own"), "experiment=lone"], expected, cwd=folder)
 
 
 def test_values_of_a_sweep_are_typed_by_their_keys():

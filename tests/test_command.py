@@ -26,8 +26,8 @@ def call(*words, cwd, code=0, command=COMMAND):
 @pytest.fixture(scope="module")
 def moons(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
-    assert "next: cd moons && make train" in call("new", "moons", cwd=folder)
-    return folder / "moons"
+    assert "next: cd parish && make train" in call("new", "parish", cwd=folder)
+    return folder / "parish"
 
 
 def test_a_new_project_has_few_files_and_no_word_of_the_example(moons):
@@ -43,7 +43,7 @@ def test_a_new_project_has_few_files_and_no_word_of_the_example(moons):
 
 def test_its_own_files_come_first_then_the_shipped_ones(moons):
     help_text = call("train", "--help", cwd=moons)
-    assert "moons parity" in help_text
+    assert "parish parity" in help_text
     assert "llama3_8b" in help_text
     assert "width: 32" in call("train", "--cfg", "job", "--package", "model", cwd=moons)
     assert call("copy", "model/gpt_nano", cwd=moons).strip().endswith("configs/model/gpt_nano.yaml")
@@ -64,7 +64,7 @@ def test_mistakes_are_answered_as_in_a_clone(moons):
     assert "strategy has no option 'fsdpp'" in said
     assert "there is no such command. Type train, copy, " in call("trian", cwd=moons, code=2)
     assert "nowhere: no such path." in call("evaluate", "nowhere", cwd=moons, code=2)
-    assert "src/moons" in call("new", "moons", cwd=moons, code=2)
+    assert "src/parish" in call("new", "parish", cwd=moons, code=2)
 
 
 @pytest.mark.slow
