@@ -186,3 +186,6 @@ def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_wo
     """Muon's state of 7B takes 76.3 GiB, and its step 2.4 GiB more, beside the context."""
     with pytest.raises(ConfigError, match=f"in the optimizer's step, .* {remedy}"):
         chosen(overrides, "h100_80gb", 1)
+    cfg, _ = run(overrides, "cpu", 1)  # whose memory is the host's
+    with pytest.raises(ConfigError, match=r"one has 16.0 GiB. python scripts/plan"):
+        auto.decide(cfg, memory_bytes=2**34, problems=checks.layout_problems)

@@ -66,8 +66,8 @@ def decide(
         setup = setup_of(cfg, layout)
     except ConfigError:  # the batch does not divide: reported by its own check
         return cfg, None
-    if setup is None or memory_bytes is None or _unknown(cfg, setup, memory_bytes):
-        why = _unknown(cfg, setup, memory_bytes)
+    why = _unknown(cfg, setup, memory_bytes)
+    if setup is None or memory_bytes is None or why:
         return cfg, f"strategy=auto: {layout.kind}, since {why}."
     room = _room(cfg, memory_bytes)
     tried: list[Try] = []
@@ -82,12 +82,13 @@ def decide(
     shards = not blocked or any(each.sharded for each in tried)  # some axis can do it
     # a user's task may freeze weights
     if shards and str(cfg.task._target_).startswith("armature."):
-        _refuse(setup, tried, memory_bytes=memory_bytes)
+        _refuse(cfg, setup, tried, memory_bytes=memory_bytes)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     why = "" if shards else f" Sharding is not possible: {blocked[0]}"
-    needs = _needs(best.peak, memory_bytes)
-    line = f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
-    return best.cfg, line
+    return best.cfg, (
+        f"strategy=auto: {best.words}, which needs least of all: "
+        f"{_needs(best.peak, memory_bytes)}.{why} {PLAN_COMMAND}"
+    )
 
 
 def _room(cfg: DictConfig, memory_bytes: int) -> float:
@@ -202,7 +203,7 @@ def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
     return f"{line}; {before.name}{without} would need {_size(before.peak.total_bytes)}."
 
 
-def _refuse(setup: Setup, tried: Sequence[Try], *, memory_bytes: int) -> None:
+def _refuse(cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int) -> None:
     """Raise ConfigError if the optimizer's step alone takes more than a device has under all that
     was tried.
     """
@@ -210,15 +211,17 @@ def _refuse(setup: Setup, tried: Sequence[Try], *, memory_bytes: int) -> None:
     if least <= memory_bytes:
         return
     offload = "strategy=fsdp strategy.cpu_offload=true"
-    if (
-        setup.world_size == 1
-    ):  # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
+    if setup.world_size == 1:
+        # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
         muon = setup.matrix_state != setup.other_state
         offload = f"{'optimizer=adamw ' if muon else ''}strategy=deepspeed_zero3_offload"
+    offload += " keeps them in the host's memory. "
+    if cfg.trainer.accelerator == "cpu":  # which is the host
+        offload = ""
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
         f"parameters take at least {_size(least)} per device in the optimizer's step, and one has "
-        f"{_size(memory_bytes)}. {offload} keeps them in the host's memory. {PLAN_COMMAND}"
+        f"{_size(memory_bytes)}. {offload}{PLAN_COMMAND}"
     )
 
 
