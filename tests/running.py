@@ -56,7 +56,10 @@ def environment(**extra: str) -> dict[str, str]:
     """Return the variables of this process without those of schedulers, launchers and trackers, and
     with `extra`.
     """
-    outside = ("SLURM_", "WANDB_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    outside = (
+        "SLURM_", "WANDB_", "TORCHELASTIC", "TORCHINDUCTOR", "RANK", "WORLD_SIZE", "LOCAL_",
+        "MASTER_",
+    )  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
 

@@ -84,11 +84,9 @@ def half(name: str):
 
 
 def half_a_config(run: Path) -> None:
-    """Cut config.yaml behind a key, so that it is no YAML: cut behind a value, the half would be
-    readable.
-    """
+    """Cut config.yaml, and open a bracket, so that it is no YAML: the half may be readable."""
     text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text[: len(text) // 2].rpartition(":")[0])
+    (run / "config.yaml").write_text(f"{text[: len(text) // 2]}\n{{")
 
 
 def of_each_checkpoint(name: str):
