@@ -91,8 +91,6 @@ def summarize(
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},
         "seconds": seconds,
     }
-    if log.expert_load is not None:
-        summary["expert_load"] = log.expert_load.by_expert()
     if "tokens_per_second" in timings:
         summary["tokens_per_second"] = timings["tokens_per_second"]
     return summary

@@ -67,14 +67,8 @@ class ExpertLoad:
     used at all.
     """
 
-    def __init__(self, mixtures: list[Any]) -> None:
-        self.mixtures = mixtures
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "ExpertLoad | None":
-        """Return the monitor of the module's mixtures, or None if it has none."""
-        mixtures = [model for model in module.modules() if hasattr(model, "load_LE")]
-        return cls(mixtures) if mixtures else None
+    def __init__(self, module: nn.Module) -> None:
+        self.mixtures: list[Any] = [each for each in module.modules() if hasattr(each, "load_LE")]
 
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
         loads = [model.load_LE.float() for model in self.mixtures if model.load_LE is not None]
@@ -89,14 +83,6 @@ class ExpertLoad:
 
     def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
         return {}
-
-    def by_expert(self) -> dict[str, list[float]]:
-        """Return the newest load of each expert by the number of its block."""
-        return {
-            str(index): [round(load, 4) for load in load_E]
-            for model in self.mixtures if model.load_LE is not None
-            for index, load_E in enumerate(model.load_LE.tolist()) if any(load_E)
-        }  # fmt: skip
 
 
 class StepLog(RunHooks, Callback):
@@ -146,7 +132,6 @@ class StepLog(RunHooks, Callback):
         self.rate = float("nan")
         self.data_wait = 0.0
         self.monitors: list[Monitor] = []
-        self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
         self.work: OwnWork | None = None
         self._totals, self._advised = Totals(), False  # about a long wait for data
@@ -195,9 +180,7 @@ class StepLog(RunHooks, Callback):
         self.samples_seen = self.feed.samples_seen
         # for what on_train_start of the user's callbacks and module logs
         self.csv.is_silent = completed_batches(trainer) > 0
-        if (expert_load := ExpertLoad.of(pl_module)) is not None:
-            self.expert_load = expert_load
-            self.monitors.append(expert_load)
+        self.monitors.append(ExpertLoad(pl_module))
         self.restart_clock()
 
     def first_batch_follows(self, trainer: Trainer) -> None:
@@ -230,8 +213,7 @@ class StepLog(RunHooks, Callback):
         strategy = StrategyMixin.of(trainer)
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         columns = [monitor.batch_ended(trainer, stepped=stepped) for monitor in self.monitors]
-        if self.wait.on_gpu:
-            self.wait.batch_ended()
+        self.wait.batch_ended()
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         # the micro-batch's share: Lightning divides by accumulation. A module's own backward may
         # take several numbers

@@ -112,7 +112,7 @@ class DataWait:
         self._fetching = 0.0
 
     def batch_ended(self) -> None:
-        """Mark the end of a batch, on a GPU only."""
+        """Mark the end of a batch, which only a GPU has not reached yet."""
         self._last = self.marks.mark()
 
     def read(self) -> float:

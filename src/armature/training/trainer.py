@@ -101,8 +101,7 @@ class LoggerConnector(_LoggerConnector):
 
     @override
     def on_epoch_end(self) -> None:
-        results = self.trainer._results
-        for metric in results.values() if results and self._reduces else ():
+        for metric in (self.trainer._results or {}).values() if self._reduces else ():
             if not metric.is_tensor and metric.value._computed is None:  # a hook has updated it
                 metric._computed = None
         super().on_epoch_end()

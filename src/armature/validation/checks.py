@@ -164,8 +164,8 @@ def decide(cfg: DictConfig) -> DictConfig:
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
     micro = signatures.defaults_of(cfg.data._target_).get("micro_batch_size", "auto")
     with open_dict(cfg):
-        for key, value in (("global_batch_size", None), ("micro_batch_size", micro)):
-            cfg.data.setdefault(key, value)
+        cfg.data.setdefault("global_batch_size", None)
+        cfg.data.setdefault("micro_batch_size", micro)
     return cfg
 
 

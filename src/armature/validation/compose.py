@@ -209,12 +209,9 @@ def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[st
                         raise ConfigError(_explain(made, typed))
                     if here:
                         check(made, overrides=typed)
-                    name = str(made.run.name)
-                    if config.is_of_a_run(Path(made.run.root, name, "config.yaml")):
-                        raise ConfigError(
-                            f"run.name={name}: {made.run.root}/{name} holds a run, not a sweep. "
-                            "Type another run.name."
-                        )
+                    folder = Path(made.run.root, str(made.run.name))
+                    if config.is_of_a_run(folder / "config.yaml"):
+                        raise ConfigError(f"{folder} holds a run, not a sweep. Type another run.name.")
                     break
                 except ConfigError as error:
                     problems = error.problems
