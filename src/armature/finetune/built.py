@@ -81,12 +81,12 @@ def decoder_weight_problems(model: Decoder) -> list[str]:
     tied = {head} if folder.config(path).get("tie_word_embeddings") else set[str]()
     own = {str(names.theirs(name)): tuple(p.shape) for name, p in model.named_parameters()}
     found = []
-    if missing := sorted(own.keys() - saved.keys() - tied):
+    if missing := sorted(own.keys() - saved - tied):
         found.append(
             f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download "
             "it again."
         )
-    left = sorted(saved.keys() - own.keys() - tied)
+    left = sorted(saved.keys() - own - tied)
     if surplus := [name for name in left if not names.UNUSED.fullmatch(name)]:
         found.append(
             f"{path}: {folder.some(surplus)}: the decoder has no such tensors. "

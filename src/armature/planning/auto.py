@@ -215,13 +215,12 @@ def _refuse(cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes
         # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
         muon = setup.matrix_state != setup.other_state
         offload = f"{'optimizer=adamw ' if muon else ''}strategy=deepspeed_zero3_offload"
-    offload += " keeps them in the host's memory. "
-    if cfg.trainer.accelerator == "cpu":  # which is the host
-        offload = ""
+    on_host = cfg.trainer.accelerator == "cpu"
+    remedy = "" if on_host else f"{offload} keeps them in the host's memory. "
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
         f"parameters take at least {_size(least)} per device in the optimizer's step, and one has "
-        f"{_size(memory_bytes)}. {offload}{PLAN_COMMAND}"
+        f"{_size(memory_bytes)}. {remedy}{PLAN_COMMAND}"
     )
 
 

@@ -211,7 +211,9 @@ def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[st
                         check(made, overrides=typed)
                     folder = Path(made.run.root, str(made.run.name))
                     if config.is_of_a_run(folder / "config.yaml"):
-                        raise ConfigError(f"{folder} holds a run, not a sweep. Type another run.name.")
+                        raise ConfigError(
+                            f"{folder} holds a run, not a sweep. Type another run.name."
+                        )
                     break
                 except ConfigError as error:
                     problems = error.problems
