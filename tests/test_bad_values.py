@@ -13,7 +13,7 @@ from armature import cli, config, run_dir
 from armature.errors import ConfigError
 from armature.loading import constructors
 from armature.training.limits import prefer_typed
-from armature.validation import quoting, targets, values
+from armature.validation import quoting, relations, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
@@ -116,7 +116,7 @@ TOGETHER = [
 
 def problems_of(*typed: str) -> list[str]:
     try:
-        check(cli.compose(typed), prepare=False)
+        check(cli.compose(typed), prepare=False, overrides=typed)
     except ConfigError as error:
         return error.problems
     return []
@@ -344,10 +344,18 @@ def test_a_config_that_grows_without_end_is_refused(tmp_path):
     assert run_dir.read_summary(tmp_path) is not None
 
 
-def test_validation_that_is_switched_off_is_warned_of(caplog):
-    assert problems_of("trainer.limit_val_batches=0") == []
-    assert "checkpoint.monitor=val/loss is never known" in caplog.text
-    assert "Type trainer.limit_val_batches=null" in caplog.text
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("trainer.limit_val_batches=0", "checkpoint.monitor=val/loss is never known"),
+        ("trainer.limit_val_batches=0", "Type trainer.limit_val_batches=null"),
+        ("checkpoint.monitor=val/perplexity", "Type checkpoint.mode=max if its highest is"),
+    ],
+)
+def test_what_may_be_meant_otherwise_is_warned_of(typed, says, caplog):
+    relations.warn.cache_clear()  # it warns once in a process
+    assert problems_of(typed) == []
+    assert says in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -423,7 +423,7 @@ def refuse_training_keys(typed: Sequence[str], *, used: Sequence[str] = ()) -> N
     """Refuse KEY=VALUE that only a training reads, but for the keys `used`: they would be ignored
     in silence.
     """
-    keys = {each: each.partition("=")[0].lstrip("+") for each in typed}
+    keys = {each: config.key_of(each) for each in typed}
     if ignored := [
         each
         for each, key in keys.items()

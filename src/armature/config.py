@@ -207,6 +207,11 @@ def register() -> None:
         store.store(name="schema", node=Config)
 
 
+def key_of(override: str) -> str:
+    """Return the key of an override as it is typed, such as `model.width` of `+model.width=8`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def load(file: Path) -> DictConfig:
     """Return a run's config.yaml.
 

@@ -187,7 +187,8 @@ class Checkpointing(RunHooks, Checkpoint):
             self._warned_of_monitor = True
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
-                "best. Type checkpoint.monitor= with one of %s, or checkpoint.keep_best=0.",
+                "best. Type checkpoint.monitor= with one of %s (and checkpoint.mode=max if more is "
+                "better), or checkpoint.keep_best=0.",
                 self.policy.monitor,
                 ", ".join(sorted(trainer.callback_metrics)) or "the names that validation logs",
             )

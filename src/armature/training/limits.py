@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature.config import key_of
+
 log = logging.getLogger(__name__)
 
 KEYS = ("max_steps", "max_epochs")
@@ -56,7 +58,7 @@ class Limits:
 
 def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Return the configuration without the limit that a file sets, if the other one was typed."""
-    names = [override.partition("=")[0].lstrip("+") for override in overrides]
+    names = [*map(key_of, overrides)]
     # as written: what cannot be resolved is told by the checks
     given: Any = OmegaConf.to_container(cfg.trainer, resolve=False)
     typed = [key for key in KEYS if f"trainer.{key}" in names and given[key] is not None]

@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from armature import files, hardware
 from armature.checkpoint import resume
-from armature.config import OF_ONE_CLASS, OPEN, unresolved
+from armature.config import OF_ONE_CLASS, OPEN, key_of, unresolved
 from armature.data import batching, sources
 from armature.errors import ConfigError, error_line
 from armature.finetune import check as pretrained
@@ -83,7 +83,7 @@ def typed_problems(
         uncertain: groups whose classes are not those that were meant.
     """
     raw = unresolved(cfg)
-    typed = {each.lstrip("+~").partition("=")[0] for each in overrides}
+    typed = {*map(key_of, overrides)}
     found = values.wrong_of(typed, raw) | {k: v for k, v in values.secrets(raw) if k in typed}
     of_classes = [key for key in _of_classes(cfg, overrides) if key.split(".")[0] not in uncertain]
     nodes = {group: raw[group] for key in of_classes for group in [key.split(".")[0]]}
@@ -100,7 +100,7 @@ def typed_problems(
 def _of_classes(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of which only their group's class knows whether it takes them."""
     known = {*values.schema(unresolved(cfg)), *values.OF_OPTIMIZERS}
-    pairs = [(each, each.lstrip("+~").partition("=")[0]) for each in overrides]
+    pairs = [(each, key_of(each)) for each in overrides]
     return [
         key
         for each, key in pairs

@@ -106,7 +106,7 @@ def _of_values(cfg: DictConfig, overrides: Sequence[str], failed: list[str]) -> 
     """Return what is wrong with the values of the other overrides."""
     from armature.validation import checks  # which most mistakes of this kind do not need
 
-    chosen = {each.lstrip("+~").partition("=")[0] for each in failed}
+    chosen = {*map(config.key_of, failed)}
     sound = [each for each in overrides if each not in failed and parse_override(each) is not None]
     # an experiment that is not found may choose any class
     uncertain = {*chosen, *(checks.CLASSES if chosen & {*GLOBAL} else ())}

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import get_args
 
-from armature.config import Config, Keys
+from armature.config import Config, Keys, key_of
 from armature.project import options
 
 _BATCH = (
@@ -186,8 +186,7 @@ def ineffective(overrides: list[str]) -> list[str]:
     ] + [
         f"{each}: this has no effect here. {INEFFECTIVE[key]}."
         for each in overrides
-        if (key := each.lstrip("+~").partition("=")[0]) in INEFFECTIVE
-        and each.lstrip("+") not in _HARMLESS
+        if (key := key_of(each)) in INEFFECTIVE and each.lstrip("+") not in _HARMLESS
     ]
 
 

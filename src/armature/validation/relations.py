@@ -9,10 +9,11 @@ the data's own setting that holds it.
 import difflib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Any
 
+from armature.config import key_of
 from armature.errors import ConfigError
 from armature.validation import signatures
 
@@ -41,6 +42,7 @@ def problems(cfg: dict[str, Any], overrides: Sequence[str] = ()) -> list[str]:
             f"trainer.val_every_n_steps={every} is beyond trainer.max_steps={steps}: validation "
             "runs once, at the end."
         )
+    typed, mode = {*map(key_of, overrides)}, cfg["checkpoint"]["mode"]
     monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
     if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
         warn(
@@ -48,11 +50,17 @@ def problems(cfg: dict[str, Any], overrides: Sequence[str] = ()) -> list[str]:
             "never known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null "
             "for all batches."
         )
+    named = typed & {"checkpoint.monitor", "checkpoint.mode"}
+    if monitor and mode == "min" and named == {"checkpoint.monitor"} and "loss" not in monitor:
+        warn(
+            f"checkpoint.monitor={monitor}: its lowest value is best (checkpoint.mode=min). "
+            "Type checkpoint.mode=max if its highest is."
+        )
     return [
         *_monitors(cfg),
         *_factories(cfg),
         *_sizes(cfg),
-        *_schedule(cfg, overrides),
+        *_schedule(cfg, typed),
     ]
 
 
@@ -158,7 +166,7 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _schedule(cfg: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+def _schedule(cfg: dict[str, Any], typed: Set[str]) -> Iterator[str]:
     """Yield lengths of our schedules that are longer than the run.
 
     Those of a file may be longer than a run that is typed shorter, for a look: that is named while
@@ -166,7 +174,6 @@ def _schedule(cfg: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
     """
     node, steps = cfg.get("scheduler") or {}, cfg["trainer"]["max_steps"]
     lengths = {f"scheduler.{key}": node.get(key, 0) for key in ("warmup", "decay")}
-    typed = {each.lstrip("+").partition("=")[0] for each in overrides}
     looks = typed & {"debug", "trainer.max_steps"} and not typed & {*lengths}
     if looks or not steps or not str(node.get("_target_")).startswith(OURS):
         return

@@ -117,11 +117,7 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[
     """
     config.require_groups(cfg, Path(str(OmegaConf.select(cfg, "run.dir"))) / "config.yaml")
     typed = next(
-        (
-            each.partition("=")[2]
-            for each in overrides
-            if each.lstrip("+").partition("=")[0] == PACKAGES_KEY
-        ),
+        (each.partition("=")[2] for each in overrides if config.key_of(each) == PACKAGES_KEY),
         None,
     )
     named = OmegaConf.from_dotlist([f"value={typed}"]).value if typed is not None else []
