@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+from functools import partial
 
 import pytest
 
@@ -35,6 +36,25 @@ def corpus(tmp_path_factory):
     from tests import running
 
     return running.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def composed(corpus, monkeypatch, tmp_path):
+    """Composes a checked configuration of a tiny run in an empty folder."""
+    import armature
+    from tests import running
+
+    monkeypatch.chdir(tmp_path)
+    return partial(armature.compose, *running.TINY, f"data.path={corpus}")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    """Starts train.py in one folder for all tests of a file."""
+    from tests.forked import Forks
+
+    with Forks(tmp_path_factory.mktemp("runs")) as forks:
+        yield forks
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ IMPORTED = (
     "armature.strategies.single",
     "tests.resume_parts",
     "tests.nan_parts",
+    "tests.plain_parts",
 )
 _held = os.dup(2)  # the descriptor of the last port's socket, once there is one
 

@@ -57,8 +57,8 @@ def environment(**extra: str) -> dict[str, str]:
     with `extra`.
     """
     outside = (
-        "SLURM_", "WANDB_", "TORCHELASTIC", "TORCHINDUCTOR", "RANK", "WORLD_SIZE", "LOCAL_",
-        "MASTER_",
+        "SLURM_", "WANDB_", "TORCHELASTIC", "TORCHINDUCTOR",
+        "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
     )  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}

@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import armature
 from armature.checkpoint import state
 from tests import running
-from tests.forked import Forks
 
 pytestmark = pytest.mark.slow
 COMMAND = [
@@ -109,12 +108,6 @@ class Unreachable(CSVLogger):
     @property
     def experiment(self):
         raise ConnectionError("no route")
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("surface")) as forks:
-        yield forks
 
 
 def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):

@@ -104,6 +104,11 @@ def test_a_state_that_is_saved_whole_keeps_its_type_and_what_belongs_to_no_weigh
 
 
 # ---------------------------------------------------------------- containers in the entries
+def sgd():
+    weight = torch.nn.Parameter(T.clone())
+    return weight, torch.optim.SGD([weight], lr=0.1)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -121,8 +126,7 @@ def test_a_state_that_is_saved_whole_keeps_its_type_and_what_belongs_to_no_weigh
     ],
 )
 def test_entries_come_back_as_they_were(value):
-    weight = torch.nn.Parameter(T.clone())
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight, optimizer = sgd()
     optimizer.state[weight] |= {"key.x": value, 3: 1}
     found = optimizers.by_weight(optimizer, {weight: "net.weight"}, index=0)
     prefix = ".optimizer_states.0.net.weight."
@@ -142,8 +146,7 @@ REFUSED = [Pair(T, 1), SimpleNamespace(a=1), len]
 
 @pytest.mark.parametrize("value", REFUSED)
 def test_entries_that_would_come_back_otherwise_are_refused(value):
-    weight = torch.nn.Parameter(T.clone())
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight, optimizer = sgd()
     optimizer.state[weight]["key"] = [value]
     with pytest.raises(ConfigError, match=r"SGD\.state\[.*key"):
         optimizers.by_weight(optimizer, {weight: "w"}, index=0)

@@ -13,7 +13,6 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-import armature
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
 from armature.launcher.supervise import Failure, describe
@@ -179,11 +178,9 @@ def test_all_processes_end_at_once(how, corpus, tmp_path):
 
 # ------------------------------------------------------------ the rules, without processes
 @pytest.fixture
-def composed(corpus, monkeypatch, tmp_path):
+def composed(composed):
     """Composes a checked configuration of 4 ranks."""
-    monkeypatch.chdir(tmp_path)
-
-    return partial(armature.compose, *running.TINY, f"data.path={corpus}", "trainer.devices=4")
+    return partial(composed, "trainer.devices=4")
 
 
 @pytest.fixture

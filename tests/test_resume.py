@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from armature.callbacks.stop_at import StopAt
-from armature.proof import compare
 from tests import running
 from tests.forked import Forks
+from tests.lightning_habits.compare import assert_equal
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parent / "resume_configs"
@@ -31,12 +31,6 @@ BASE = [
     "launch.allowed_packages=[armature,example,torch.optim,lightning.pytorch,tests]",
 ]
 DDP = ["strategy=ddp", "trainer.devices=2"]
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs")) as started:
-        yield started
 
 
 class Runs:
@@ -82,12 +76,6 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(forks):
     return Runs(forks)
-
-
-def assert_equal(straight: Path, resumed: Path) -> None:
-    found = compare.first(compare.compare(straight, resumed, exact=True))
-    assert found is None, f"step {found.step}, {found.what}"
-    assert (straight / "metrics.csv").read_bytes() == (resumed / "metrics.csv").read_bytes()
 
 
 def assert_close(straight: Path, resumed: Path) -> None:
@@ -262,7 +250,7 @@ def test_patience_and_best_so_far_go_on(runs):
 @pytest.mark.parametrize(
     "layout", [[], ["strategy=fsdp", "trainer.devices=2"]], ids=["single", "fsdp"]
 )
-def test_a_resume_draws_no_initial_weights(layout, tmp_path_factory):
+def test_a_resume_draws_no_initial_weights(layout, runs):
     words = [
         "model=example",
         "model._target_=tests.resume_parts.NotesDraws",
@@ -270,17 +258,15 @@ def test_a_resume_draws_no_initial_weights(layout, tmp_path_factory):
         "task=example",
         *layout,
     ]
-    with Forks(tmp_path_factory.mktemp("drawn")) as forks:
-        runs, drawn = Runs(forks), forks.cwd / "drawn.txt"
-        ranks = len(layout) or 1
-        straight = runs.straight(*words, ranks=ranks)
-        assert drawn.read_text()
-        run_dir = runs.new()
-        runs.stop(run_dir, *words, at=4, ranks=ranks)
-        drawn.unlink()
-        runs.go(run_dir, *words, ranks=ranks)
-        assert not drawn.exists()
-        assert_equal(straight, run_dir)
+    drawn, ranks = runs.forks.cwd / "drawn.txt", len(layout) or 1
+    straight = runs.straight(*words, ranks=ranks)
+    assert drawn.read_text()
+    run_dir = runs.new()
+    runs.stop(run_dir, *words, at=4, ranks=ranks)
+    drawn.unlink()
+    runs.go(run_dir, *words, ranks=ranks)
+    assert not drawn.exists()
+    assert_equal(straight, run_dir)
 
 
 # ---------------------------------------------------------------- another layout: within the parity

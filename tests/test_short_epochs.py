@@ -3,7 +3,6 @@
 import pytest
 
 from tests import running
-from tests.forked import Forks
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
 pytestmark = pytest.mark.slow
@@ -17,9 +16,8 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as forks:
-        yield PlainRuns(forks)
+def runs(forks):
+    return PlainRuns(forks)
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.guarantee)])

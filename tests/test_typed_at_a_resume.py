@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.forked import Forks
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
 pytestmark = pytest.mark.slow
@@ -11,9 +10,8 @@ USUAL = (LINE, "+task.gamma=0.9", "+task.weight_decay=0.1")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as forks:
-        yield PlainRuns(forks)
+def runs(forks):
+    return PlainRuns(forks)
 
 
 def resumed(runs, *typed, layout="single", usual=USUAL, expect=0):

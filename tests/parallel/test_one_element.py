@@ -6,7 +6,6 @@ torch takes a plain tensor of one element beside a sharded weight for the same o
 import pytest
 
 from tests import running
-from tests.forked import Forks
 from tests.plain_parts import USES
 from tests.plain_runs import PlainRuns
 
@@ -15,9 +14,8 @@ GUARANTEED = ("embedding", "bare_weight", "number")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as forks:
-        yield PlainRuns(forks)
+def runs(forks):
+    return PlainRuns(forks)
 
 
 def assert_same_under_fsdp(runs, *overrides):

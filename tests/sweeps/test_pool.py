@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from armature.sweeps import pool
 from armature.validation import checks
 from armature.validation.composing import composing
 from tests import running
-from tests.sweeps.test_sweeps import SMALL, TRAIN, sweep
+from tests.sweeps.test_sweeps import start, sweep
 
 TRIAL = """
 import json, os, pathlib, sys
@@ -118,9 +117,7 @@ def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_are_skip
         "+callbacks.stop_at.signals={SIGKILL:4}",
         "+callbacks.stop_at._target_=armature.callbacks.stop_at.StopAt",
     ]  # fmt: skip
-    with subprocess.Popen(
-        [*TRAIN, "-m", *SMALL, *words], cwd=tmp_path, env=running.environment()
-    ) as whole:
+    with start(*words, cwd=tmp_path) as whole:
         while not (folder / "0" / "config.yaml").is_file():
             assert whole.poll() is None
             time.sleep(0.05)
@@ -147,10 +144,7 @@ def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_are_skip
 @pytest.mark.slow
 def test_ctrl_c_saves_all_trials(tmp_path):
     words = ["run.name=grid", "sweep.parallel=2", "trainer.max_steps=100000", "seed=0,1"]
-    with subprocess.Popen(
-        [*TRAIN, "-m", *SMALL, *words], cwd=tmp_path, env=running.environment(),
-        stderr=subprocess.PIPE, text=True,
-    ) as whole:  # fmt: skip
+    with start(*words, cwd=tmp_path) as whole:
         folder = tmp_path / "outputs" / "grid"
         while not all((folder / str(i) / "metrics.csv").is_file() for i in range(2)):
             assert whole.poll() is None

@@ -52,6 +52,16 @@ def sweep(
     return result
 
 
+def start(*overrides: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*TRAIN, "-m", *SMALL, *overrides],
+        cwd=cwd,
+        env=running.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def ranks(folder: Path) -> list[dict[str, str]]:
     with (folder / "trials.csv").open(newline="") as file:
         return [*csv.DictReader(file)]
@@ -344,16 +354,7 @@ def test_a_killed_search_continues_and_several_processes_share_it(tmp_path):
     assert sweep(*words, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     assert [trial.state.name for trial in study_of(folder).trials] == ["RUNNING"]
     values = study_of(folder).trials[0].params
-    workers = [
-        subprocess.Popen(
-            [*TRAIN, "-m", *SMALL, *words],
-            cwd=tmp_path,
-            env=running.environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    workers = [start(*words, cwd=tmp_path) for _ in range(2)]
     assert not any("Traceback" in worker.communicate(timeout=240)[1] for worker in workers)
     for _ in range(6):  # each trial is killed once, and its process with it
         if [trial.state.name for trial in study_of(folder).trials] == ["COMPLETE"] * 4:

@@ -2,7 +2,6 @@
 same result.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,12 +30,6 @@ MANUAL = [
 def greedy(**arguments: object) -> list[str]:
     words = [f"+callbacks.greedy.{name}={value}" for name, value in arguments.items()]
     return ["+callbacks.greedy._target_=tests.memory_parts.Greedy", *words, ALLOWED]
-
-
-@pytest.fixture
-def composed(corpus, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    return partial(armature.compose, *running.TINY, f"data.path={corpus}")
 
 
 # ---------------------------------------------------------------- sizes

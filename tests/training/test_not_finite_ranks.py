@@ -6,17 +6,10 @@ import math
 import pytest
 
 from tests import running
-from tests.forked import Forks
 from tests.training.test_not_finite import BAD_OF_RANK_1, PARTS, bad, events
 
 pytestmark = pytest.mark.slow
 BASE = [part for part in PARTS if not part.startswith(("strategy=", "trainer.devices="))]
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("runs")) as started:
-        yield started
 
 
 @pytest.mark.parametrize(

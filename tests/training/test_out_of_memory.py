@@ -1,26 +1,15 @@
 """When memory runs out, the message says what held it and what to type."""
 
-from functools import partial
-
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-import armature
 from armature.training.errors import RecordError, bytes_by_kind, is_out_of_memory
 from armature.validation.memory import overrides
-from tests import running
 from tests.trainers import quiet_trainer
 
 GIB = 2**30
 KINDS = ("parameters", "gradients", "optimizer state", "activations and other")
-
-
-@pytest.fixture
-def composed(corpus, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    return partial(armature.compose, *running.TINY, f"data.path={corpus}")
 
 
 @pytest.mark.parametrize(
