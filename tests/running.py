@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -146,16 +146,27 @@ def run(
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def call(
-    file: str, *words: str | Path, cwd: Path, code: int | None = 0, ranks: int = 1, **extra: str
+def call(file: str | Path, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Python script of ours, such as train.py, as `python` does, but as forks."""
+    return python(ROOT / file, *words, fork=True, **options)
+
+
+def python(
+    *words: str | Path,
+    cwd: Path = ROOT,
+    code: int | None = 0,
+    timeout: float = 240,
+    ranks: int = 1,
+    fork: bool = False,
+    **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python script of ours, such as train.py, to its end.
+    """Run Python to its end.
 
     Args:
         code: the exit code that it must have; None: any.
     """
-    command = [sys.executable, str(ROOT / file), *map(str, words)]
-    result = run(command, cwd=cwd, env=environment(**extra), ranks=ranks)
+    command, env = [sys.executable, *map(str, words)], environment(**extra)
+    result = run(command, cwd=cwd, env=env, timeout=timeout, ranks=ranks, fork=fork)
     assert code in (None, result.returncode), result.stdout[-2000:] + result.stderr[-6000:]
     return result
 

@@ -1,24 +1,20 @@
 """The command `armature`, in projects that have no file of this repository."""
 
-import os
 import shutil
-import subprocess
 import sys
 import zipfile
 
 import pytest
 
-from tests.running import ROOT, losses
+from tests.running import ROOT, environment, losses, run
 
 COMMAND = [sys.executable, "-m", "armature.command"]
 
 
 def call(*words, cwd, code=0, command=COMMAND):
-    env = {name: value for name, value in os.environ.items() if name != "ARMATURE_PROJECT"}
-    env |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=280
-    )
+    env = environment(PYTHONPATH=str(ROOT / "src"))
+    env.pop("ARMATURE_PROJECT", None)
+    result = run([*command, *map(str, words)], cwd=cwd, env=env, timeout=280, fork=False)
     assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout + result.stderr
 

@@ -2,15 +2,12 @@
 
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from armature.errors import ConfigError
 from tests import in_process
-from tests.running import ROOT
+from tests.running import ROOT, python
 
 new = in_process.load("new")
 
@@ -70,7 +67,7 @@ def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     files = [copy for copy in copies if copy.suffix == ".py"]
     for words in (["check"], ["format", "--check"]):
-        call("-m", "ruff", *words, "--no-cache", *files, cwd=tmp_path)
+        python("-m", "ruff", *words, "--no-cache", *files, cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -82,33 +79,24 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("train.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    made = call("scripts/new.py", "moons", cwd=tmp_path)
+    made = python("scripts/new.py", "moons", cwd=tmp_path)
     assert "python train.py experiment=moons" in made.stdout
     train = tmp_path / "configs" / "train.yaml"
     train.write_text(
         re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text())
     )
     assert "name: mine" in train.read_text()
-    call("-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
-    call("-m", "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
+    python("-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
+    python("-m", "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
     data = (
         tmp_path / "src" / "moons" / "data.py"
     )  # reads a file of the clone by a relative path, as a user's data do
     line = "super().__init__()\n"
     data.write_text(data.read_text().replace(line, f'{line}        open("README.md").close()\n'))
     assert "README.md" in data.read_text()
-    call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path)
+    python("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path)
     readers = ("test_configs.py", "test_new.py", "test_readme.py")
     chosen = ("-m", "not slow", "-k", "not misspelt", *(f"tests/{file}" for file in readers))
-    call("-m", "pytest", "-p", "no:cacheprovider", *chosen, cwd=tmp_path)
-    again = call("scripts/new.py", "moons", cwd=tmp_path, check=False)
-    assert again.returncode == 2
+    python("-m", "pytest", "-p", "no:cacheprovider", *chosen, cwd=tmp_path, timeout=280)
+    again = python("scripts/new.py", "moons", cwd=tmp_path, code=2)
     assert "src/moons, configs/model/moons.yaml" in again.stderr
-
-
-def call(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=280
-    )
-    assert not check or result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return result

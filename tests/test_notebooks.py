@@ -4,11 +4,11 @@ kernel.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import running
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
@@ -51,6 +51,4 @@ def test_a_notebook_has_the_cells_of_its_script_and_their_outputs(script):
 @pytest.mark.timeout(600)
 def test_a_notebook_runs_from_a_fresh_kernel(number):
     pytest.importorskip("jupytext")
-    command = [sys.executable, str(ROOT / "scripts" / "notebooks.py"), "--check", number]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-4000:]
+    running.python("scripts/notebooks.py", "--check", number, timeout=600)

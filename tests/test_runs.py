@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from armature.launcher import lock
 from scripts import runs
 from tests.launcher.test_lock import write as write_lock
 from tests.pages.run_files import write
+from tests.running import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,9 +120,7 @@ def test_it_prints_json_without_importing_torch(make, tmp_path):
         "from scripts import runs\nruns.main()\nassert not {'torch', 'lightning'} & "
         "set(sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert [run["state"] for run in json.loads(result.stdout)] == ["finished"]
+    assert [run["state"] for run in json.loads(python("-c", code).stdout)] == ["finished"]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):

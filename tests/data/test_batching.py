@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -8,6 +6,7 @@ from hypothesis import strategies as st
 
 from armature.data.batching import plan_batches
 from armature.errors import ConfigError
+from tests.running import python
 
 number = st.integers(1, 64)
 
@@ -54,9 +53,4 @@ def test_checking_imports_no_torch():
         "import armature.data.batching, armature.data.corpus, sys; assert armature.load; "
         "sys.exit('torch' in sys.modules)"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}
-        ).returncode
-        == 0
-    )
+    python("-c", code, PYTHONPATH="src")

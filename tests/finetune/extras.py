@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,7 @@ PYTHONPATH = os.pathsep.join(map(str, (running.ROOT / "src", running.ROOT, needs
 
 def run(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a script of ours, or of tests, there."""
-    result = subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=390,
-        env=running.environment(PYTHONPATH=PYTHONPATH),
-    )
-    assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
-    return result
+    return running.python(*words, code=code, timeout=390, PYTHONPATH=PYTHONPATH)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

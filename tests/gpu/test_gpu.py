@@ -5,8 +5,6 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -67,8 +65,8 @@ def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
 def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
     """`make bench`, on a GPU."""
     _, source = reference
-    command = [
-        sys.executable,
+    path = os.pathsep.join(filter(None, [str(running.ROOT), os.environ.get("PYTHONPATH")]))
+    done = running.python(
         "-m",
         "benchmarks",
         *running.TINY,
@@ -82,11 +80,9 @@ def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
         "1",
         "--seconds",
         "0.05",
-    ]
-    path = os.pathsep.join(filter(None, [str(running.ROOT), os.environ.get("PYTHONPATH")]))
-    environment = running.environment(PYTHONPATH=path)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+        cwd=tmp_path,
+        PYTHONPATH=path,
+    )
     row = re.search(
         r"^\| a bare PyTorch loop .* (\d+) MiB \| (\d+) MiB \|$", done.stdout, re.MULTILINE
     )

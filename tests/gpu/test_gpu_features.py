@@ -55,12 +55,8 @@ CASES = {  # overrides, and how far a loss may be from the reference's
 
 
 def command(*words: str | Path, code: int = 0) -> str:
-    result = running.run(
-        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
-    )
-    said = result.stdout + result.stderr
-    assert result.returncode == code, said[-5000:]
-    return said
+    result = running.python(*words, code=code, fork=True)
+    return result.stdout + result.stderr
 
 
 OF_GPUS = ("fp16", "fp16, fsdp", "fsdp, offloaded")  # refused on a CPU

@@ -49,13 +49,7 @@ def test_the_error_is_shown_before_the_process_ends():
         "atexit.register(print, 'others, too'); "
     )
     code += "leave_at_exit(7); raise ValueError('mine')"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=running.environment(PYTHONPATH="src"),
-    )
-    assert ended.returncode == 7
+    ended = running.python("-c", code, code=7, PYTHONPATH="src")
     assert "ValueError: mine" in ended.stderr
     assert ended.stdout == "others, too\n"
 
