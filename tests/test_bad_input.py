@@ -268,32 +268,36 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("text", sampled(FILES, 3))
-def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
+@pytest.fixture
+def own(tmp_path):
+    """Writes an experiment into a folder of configurations, and returns the folder."""
+
+    def write(text: str) -> Path:
+        (tmp_path / "own" / "experiment").mkdir(parents=True)
+        written = text.encode(errors="surrogateescape")  # "\udce9" is é in Latin-1
+        (tmp_path / "own" / "experiment" / "lone.yaml").write_bytes(written)
+        return tmp_path / "own"
+
     config.register()
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    written = text.encode(errors="surrogateescape")  # "\udce9" is é in Latin-1
-    (tmp_path / "own" / "experiment" / "lone.yaml").write_bytes(written)
-    searched = searching(tmp_path / "own")
-    (problem,) = explain(Exception(), [searched, "experiment=lone"])
+    return write
+
+
+@pytest.mark.parametrize("text", sampled(FILES, 3))
+def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(own, text):
+    (problem,) = explain(Exception(), [searching(own(text)), "experiment=lone"])
     assert problem.startswith("experiment=lone: in own/experiment/lone.yaml: ")
     assert FILES[text] in problem
 
 
-def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, folder):
-    config.register()
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "lone.yaml").write_text(
-        "# @package _global_\ntrainer: {max_stps: 3}\n"
-    )
-    searched = searching(tmp_path / "own")
+def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(own, folder):
+    configs = own("# @package _global_\ntrainer: {max_stps: 3}\n")
     expected = (
         "experiment=lone: in own/experiment/lone.yaml: there is no key 'trainer.max_stps'. "
         "Did you mean 'trainer.max_steps'?"
     )
-    (problem,) = explain(Exception(), [searched, "experiment=lane"])
+    (problem,) = explain(Exception(), [searching(configs), "experiment=lane"])
     assert "Did you mean 'lone'?" in problem
-    refused(["--config-dir", str(tmp_path / "own"), "experiment=lone"], expected, cwd=folder)
+    refused(["--config-dir", str(configs), "experiment=lone"], expected, cwd=folder)
 
 
 def test_values_of_a_sweep_are_typed_by_their_keys():

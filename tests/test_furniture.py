@@ -63,10 +63,13 @@ def test_the_lock_file_pins_every_requirement_but_torch():
             )
 
 
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True)
+
+
 def planned(*words: str) -> str:
     """The commands that make would run for a first setup."""
-    command = ["make", "--dry-run", "setup", "VENV=nowhere", "GPU=", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = make("--dry-run", "setup", "VENV=nowhere", "GPU=", *words)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -89,21 +92,14 @@ def test_timm_is_installed_without_torchvision():
 
 
 def test_a_mistyped_extra_is_named(tmp_path):
-    words = [
-        "make",
-        "setup",
-        "EXTRAS=dta",
-        f"BIN={Path(sys.executable).parent}",
-        f"VENV={tmp_path}",
-    ]
-    words += ["-o", f"{tmp_path}/.installed"]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert "EXTRAS=dta: there is no such extra. Type some of data deepspeed " in result.stderr
+    places = f"BIN={Path(sys.executable).parent}", f"VENV={tmp_path}"
+    said = make("setup", "EXTRAS=dta", *places, "-o", f"{tmp_path}/.installed").stderr
+    assert "EXTRAS=dta: there is no such extra. Type some of data deepspeed " in said
 
 
 def test_a_key_beside_args_is_named():
-    result = subprocess.run(["make", "train", "a.b=1"], cwd=ROOT, capture_output=True, text=True)
-    assert 'a.b=1: no target reads it. Type ARGS="a.b=1", or one of ARGS' in result.stderr
+    said = make("train", "a.b=1").stderr
+    assert 'a.b=1: no target reads it. Type ARGS="a.b=1", or one of ARGS' in said
 
 
 def test_versions_agree():

@@ -1,6 +1,5 @@
 """Small random classifiers of transformers. Called by extras.call."""
 
-from dataclasses import replace
 from typing import Any
 
 from tests.finetune.transformers_models import TINY
@@ -76,12 +75,9 @@ def fit(root: str, kind: str, layouts: list[str], adapter: bool) -> dict[str, An
     model = kind.partition("-")[0]
     harness.PRELOAD.append(f"transformers.models.{model}.modeling_{model}")
     head = "score" if model in ("llama", "qwen3") else "classifier"
-    chosen = replace(
-        harness.LAYOUTS["single"],
+    return compare.fit(
+        layouts,
         model="armature.models.huggingface.model.SequenceClassifier",
-        steps=4,
-        global_batch=8,
-        optimizer_args={"lr": 1e-3, "eps": 1e-6},
         adapter={"rank": 4, "alpha": 8.0, "train": [f"inner.{head}"]} if adapter else None,
         model_args={
             "pretrained": f"{root}/{kind}",
@@ -90,4 +86,3 @@ def fit(root: str, kind: str, layouts: list[str], adapter: bool) -> dict[str, An
             "classes": CLASSES,
         },
     )
-    return compare.fit(chosen, layouts)

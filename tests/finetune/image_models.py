@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,10 @@ def logits(root: str) -> dict[str, float]:
 def fit(root: str, kind: str, layouts: list[str]) -> dict[str, Any]:
     """Return how far each layout's training is from one process's."""
     from tests.finetune import layouts as compare
-    from tests.support.parity import harness
 
-    chosen = replace(
-        harness.LAYOUTS["single"],
+    return compare.fit(
+        layouts,
         model="armature.models.timm.model.ImageClassifier",
-        steps=4,
-        global_batch=8,
-        optimizer_args={"lr": 1e-3, "eps": 1e-6},
         model_args={
             "pretrained": f"{root}/{kind}",
             "image_size": KINDS[kind][2],
@@ -93,4 +88,3 @@ def fit(root: str, kind: str, layouts: list[str]) -> dict[str, Any]:
             "classes": 5,
         },
     )
-    return compare.fit(chosen, layouts)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import runpy
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +209,9 @@ def fit(root: str, kind: str, layouts: list[str], adapter: bool) -> dict[str, An
     from tests.support.parity import harness
 
     harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
-    chosen = replace(
-        harness.LAYOUTS["single"],
+    return compare.fit(
+        layouts,
         model="armature.models.huggingface.model.CausalLM",
-        steps=4,
-        global_batch=8,
         model_args={"pretrained": f"{root}/{kind}", "context": 32, "vocab_size": 320},
         adapter={"rank": 4, "alpha": 8.0} if adapter else None,
-        optimizer_args={"lr": 1e-3, "eps": 1e-6},
     )
-    return compare.fit(chosen, layouts)

@@ -159,12 +159,14 @@ def test_a_schedule_s_frequency_counts_global_batches_of_any_accumulation(kind, 
     assert rates == {1: rate, 2: rate, 4: rate}
 
 
-class ReadsLimits(Module):
-    """Manual optimization, with a schedule over the whole run."""
-
+class ByHand(Module):
     def __init__(self, into):
         super().__init__(into)
         self.automatic_optimization = False
+
+
+class ReadsLimits(ByHand):
+    """Manual optimization, with a schedule over the whole run."""
 
     def training_step(self, batch, batch_idx):
         self.into.append("step")
@@ -194,11 +196,7 @@ class SkipsTheRest(Module):
         return -1 if batch_idx == 2 else None
 
 
-class SteppedByHand(Module):
-    def __init__(self, into):
-        super().__init__(into)
-        self.automatic_optimization = False
-
+class SteppedByHand(ByHand):
     def training_step(self, batch, batch_idx):
         self.into.append(f"step {batch_idx} {self._current_fx_name}")
         optimizer = self.optimizers()
