@@ -201,14 +201,14 @@ def test_every_start_of_a_run_has_the_same_id(tmp_path):
 def test_a_refused_start_leaves_the_settings_of_the_last_checkpoint(tmp_path, saved):
     cfg = run_dir.decide(config(tmp_path, task={"width": 1}), label="x")
     folder = run_dir.write(cfg, ["a"])
-    names = "config.yaml", "overrides.txt"
-    before = [((folder / n).read_text(), (folder / n).stat().st_mtime_ns) for n in names]
+    files = folder / "config.yaml", folder / "overrides.txt"
+    before = [(file.read_text(), file.stat().st_mtime_ns) for file in files]
     cfg.task.width = 2
     run_dir.write(cfg, ["b"])
     if saved:
         checkpoint_at(folder / "checkpoints" / "step=000001")
     run_dir.release(cfg)
-    after = [((folder / n).read_text(), (folder / n).stat().st_mtime_ns) for n in names]
+    after = [(file.read_text(), file.stat().st_mtime_ns) for file in files]
     assert (after == before) != saved
 
 

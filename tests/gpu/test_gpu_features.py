@@ -304,8 +304,7 @@ def test_a_gpu_is_found_and_used(reference, tmp_path):
 @needs_cuda
 def test_the_doctor_and_the_planner_know_this_machine(reference, tmp_path):
     words = [*running.TINY[:-1], f"data.path={reference[1]}", ON, "--json"]
-    line = [sys.executable, str(SCRIPTS / "doctor.py"), *words]
-    done = running.run(line, cwd=tmp_path, env=running.environment())
+    done = running.call("scripts/doctor.py", *words, cwd=tmp_path, code=None)
     findings = json.loads(done.stdout)["findings"]
     wrong = [
         each

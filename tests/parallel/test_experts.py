@@ -24,6 +24,7 @@ from tests.support.parity.harness import (
     assert_same,
     fit,
     fit_once,
+    gathered_types,
     on_ranks,
     repeats,
 )
@@ -177,24 +178,10 @@ def test_bf16_equals_one_process_within_its_ties() -> None:
     )
 
 
-def _gathered_type(precision: str) -> set[torch.dtype]:
-    from tests.support.parity.harness import _fit
-
-    seen: set[torch.dtype] = set()
-    forward = Router.forward
-
-    def watch(self: Router, x_BTD: torch.Tensor) -> torch.Tensor:
-        seen.add(self.weight.dtype)
-        return forward(self, x_BTD)
-
-    Router.forward = watch  # pyright: ignore[reportAttributeAccessIssue]
-    _fit(replace(MIXTURES["mixture, fsdp 2"], steps=1, precision=precision))
-    return seen
-
-
 @pytest.mark.slow
 def test_sharding_does_not_round_a_routers_weight() -> None:
-    assert on_ranks(_gathered_type, "bf16-mixed", ranks=2) == [{torch.float32}] * 2
+    job = replace(MIXTURES["mixture, fsdp 2"], steps=1, precision="bf16-mixed")
+    assert gathered_types(Router, job) == [{torch.float32}] * 2
 
 
 def _skips_nan(job: Job) -> Run:

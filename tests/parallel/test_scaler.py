@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from armature.parallel import scaler
 from armature.training.trainer import Trainer
-from tests.support.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
+from tests.support.parity.harness import (
+    LAYOUTS,
+    Job,
+    Run,
+    difference,
+    fit,
+    gathered_types,
+    on_ranks,
+)
 from tests.trainers import quiet_trainer
 
 TOLERANCE = 2e-3  # of fp16's products, which sum in another order
@@ -72,24 +80,9 @@ def test_a_mesh_takes_fp16_on_a_gpu() -> None:
     assert scaler.precision_arguments("bf16-mixed", mesh=True) == {"precision": "bf16-mixed"}
 
 
-def _types_in_forward() -> set[torch.dtype]:
-    from tests.support.parity.harness import _fit
-
-    seen: set[torch.dtype] = set()
-    forward = torch.nn.Linear.forward
-
-    def watch(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        seen.add(self.weight.dtype)
-        return forward(self, x)
-
-    torch.nn.Linear.forward = watch  # pyright: ignore[reportAttributeAccessIssue]
-    _fit(job("fsdp 2", steps=1))
-    return seen
-
-
 @pytest.mark.slow
 def test_fsdp_gathers_weights_in_fp16() -> None:
-    assert on_ranks(_types_in_forward, ranks=2) == [{torch.float16}] * 2
+    assert gathered_types(torch.nn.Linear, job("fsdp 2", steps=1)) == [{torch.float16}] * 2
 
 
 @pytest.mark.slow

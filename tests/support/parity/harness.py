@@ -242,6 +242,23 @@ def repeats(job: Job, whole: Run) -> bool:
     )
 
 
+def gathered_types(kind: Any, job: Job) -> list[set[Any]]:
+    """Return for each rank the types of the weights that modules of a class compute with."""
+    return on_ranks(_types, kind, job, ranks=job.ranks)
+
+
+def _types(kind: Any, job: Job) -> set[Any]:
+    seen, forward = set(), kind.forward
+
+    def watch(self: Any, x: Any) -> Any:
+        seen.add(self.weight.dtype)
+        return forward(self, x)
+
+    kind.forward = watch
+    _fit(job)
+    return seen
+
+
 def _fit(job: Job) -> Run:
     import logging
     import warnings
