@@ -34,12 +34,11 @@ endef
 export PRINT_EXTRAS
 PACKAGES_OF = $(BIN)/python -c "$$PRINT_EXTRAS"
 
-# make itself would ignore keys typed beside ARGS, as in make train strategy=ddp
+# make itself would ignore keys of a run that are typed beside ARGS, as in make train strategy=ddp; variables are in capitals
 TYPED := $(foreach each,$(.VARIABLES),$(if $(filter command,$(origin $(each))),$(each)))
-READ := ARGS BIN CONSTRAINTS EXTRAS GPU NAME PYTHON TORCH TORCH_INDEX UPGRADE UV VENV
-UNREAD := $(filter-out $(READ),$(TYPED))
+UNREAD := $(if $(TYPED),$(shell printf '%s\n' $(TYPED) | grep '[a-z]'))
 KEYS := $(foreach each,$(UNREAD),$(each)=$($(each)))
-$(if $(UNREAD),$(error $(KEYS): no target reads it. Type ARGS="$(KEYS)", or one of $(READ)))
+$(if $(KEYS),$(error $(KEYS): no target reads it. Type ARGS="$(KEYS)"))
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'

@@ -146,7 +146,9 @@ def test_a_run_of_other_classes_is_answered_with_what_was_typed_for_it(tmp_path)
         for more in (["experiment=digits"], [])
     )
     checkpoint = run_dir.write(begun, []) / "checkpoints" / "step=000001"
-    for problem in resume.mismatches(here, checkpoint):
+    problems = resume.mismatches(here, checkpoint)
+    assert len(problems) == 2  # model and task
+    for problem in problems:
         assert f"Type what {tmp_path}/a/overrides.txt has, or another run.name" in problem
 
 

@@ -238,7 +238,8 @@ def test_a_run_without_loggers_and_callbacks_saves(forks):
 )
 def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every, ends):
     name = f"end{every}{ends[-5:-1]}"
-    forks.train(*COMMAND, f"run.name={name}", ends, f"checkpoint.every_n_steps={every}")
+    whole_epoch = [*COMMAND, "data.train_limit=160"]
+    forks.train(*whole_epoch, f"run.name={name}", ends, f"checkpoint.every_n_steps={every}")
     weights = state.load_full_state_dict(
         forks.cwd / "outputs" / name / "checkpoints" / "step=000004"
     )

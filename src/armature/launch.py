@@ -133,10 +133,10 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
         lock.check(cfg)
     with nullcontext() if several else lock.hold(cfg):
         sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        # a sweep of this name has begun this trial, whose values are what it compares
-        if sweep and (Path(cfg.run.dir) / "config.yaml").is_file():
+        begun = (Path(cfg.run.dir) / "config.yaml").is_file()
+        if sweep and begun:  # a sweep of this name has begun this trial, whose values it compares
             _require_same_settings(cfg, "holds a trial that was begun")
-        if trials.begun(Path(cfg.run.dir)):
+        if not begun and trials.begun(Path(cfg.run.dir)):
             raise ConfigError(
                 f"{cfg.run.dir} holds a sweep, not a run. Type another run.name, or -m before the "
                 "values to try."

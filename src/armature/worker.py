@@ -31,6 +31,7 @@ from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import batching, feed
+from armature.data.hf import HFData
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
@@ -299,11 +300,12 @@ def fit_and_test(run: Run) -> None:
         logger.log_hyperparams(config.without_secrets(run.cfg))
     tests = (
         run.cfg.trainer.test_at_end
+        and run.cfg.trainer.limit_test_batches != 0
         and is_overridden("test_step", run.task)
         and is_overridden("test_dataloader", data, L.LightningDataModule)
     )
-    if tests and isinstance(data, LabeledData):
-        data.test_dataloader()  # what it lacks is reported before the training
+    if tests and type(data) is HFData:
+        data.test_dataloader()  # a split that is not there is reported before the training
     started = time.monotonic()
     _collect_garbage_again()
     try:

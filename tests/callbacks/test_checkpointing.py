@@ -40,6 +40,11 @@ class Trainer:
     """As much of one as a save asks for; its disk is full at the given steps."""
 
     is_global_zero, world_size, callbacks, strategy, should_stop = True, 1, (), None, False
+    fit_loop = SimpleNamespace(
+        epoch_loop=SimpleNamespace(
+            validation_is_due=False, batch_progress=SimpleNamespace(is_last_batch=False)
+        )
+    )
 
     def __init__(self, *full_at: int) -> None:
         self.lightning_module = L.LightningModule()
@@ -183,7 +188,6 @@ def in_the_background(
     monkeypatch.setattr(directory, "write_manifest", full_disk)
     trainer: Any = Trainer()
     trainer.global_step, trainer.state = 1, SimpleNamespace(fn="fit")
-    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     monkeypatch.setattr(checkpointing, "OurTrainer", Trainer)
     callback = made(folder, background=True, keep_best=1, on_failure=on_failure)
     callback._save(trainer, 0.5)
@@ -223,9 +227,7 @@ def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
     saved, sent = [], []
     minutes = 0.0 if torch.distributed.get_rank() else 1000.0
     callback = made(Path(), every_n_steps=None, every_n_minutes=minutes)
-    trainer: Any = SimpleNamespace(
-        world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
-    )
+    trainer: Any = SimpleNamespace(world_size=2, fit_loop=Trainer.fit_loop)
     callback._save = lambda trainer, **_: (
         saved.append(trainer.global_step),
         setattr(callback, "_due", False),

@@ -12,13 +12,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
+from armature.training import epoch_start
 from armature.training.progress import completed_batches
 from armature.training.run_hooks import RunHooks
 from armature.training.step_log import StepLog
@@ -197,11 +197,12 @@ class Checkpointing(RunHooks, Checkpoint):
 
     def training_ends(self, trainer: OurTrainer) -> None:
         """Save before the hooks of the end, one of which may fail, and again after those of the
-        epoch's end: these may average the weights.
+        last epoch's end: these may average the weights.
         """
         self._time_vote.finish()
-        if _users_define("on_train_epoch_end", trainer):
-            self._saved_step = -1
+        # a longer run goes on within the epoch, at whose end it calls them
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save_again_after("on_train_epoch_end", trainer)
         if self.policy.at_end or trainer.should_stop:
             self._save(trainer, last=True)
 
@@ -212,11 +213,16 @@ class Checkpointing(RunHooks, Checkpoint):
         if not (self.policy.at_end or trainer.should_stop):
             self._finish_pending(trainer, last=True)
             return
-        if _users_define("on_train_end", trainer):
-            self._finish_pending(trainer)
-            self._saved_step = -1
+        self._save_again_after("on_train_end", trainer)
         self._save(trainer, last=True, final=True)
         self._finish_pending(trainer, final=True)
+
+    def _save_again_after(self, hook: str, trainer: OurTrainer) -> None:
+        """Let the next save be made, even of a step that is saved, if a user has such a hook."""
+        # a callback may be rank 0's alone
+        if any(process_group.all_gather_object(bool(epoch_start.users_hooks(trainer, hook)))):
+            self._finish_pending(trainer)
+            self._saved_step = -1
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
@@ -369,10 +375,3 @@ class Checkpointing(RunHooks, Checkpoint):
         last = [step for step in existing if step <= newest][-self.policy.keep_last :]
         for step in directory.prune(self.folder, keep={newest, *last, *best, *milestones}):
             self.scores.pop(step, None)
-
-
-def _users_define(hook: str, trainer: Trainer) -> bool:
-    """Return whether the module or a callback that is not ours has this hook."""
-    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    others = [each for each in callbacks if not type(each).__module__.startswith("armature.")]
-    return any(is_overridden(hook, each) for each in [trainer.lightning_module, *others])

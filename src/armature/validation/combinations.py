@@ -197,7 +197,8 @@ RULES: dict[str, Rules] = {
             lambda r: r.trains_on and r.misfits,
             " trains on {r.trains_on}, but {r.misfits}. Type task=language_modeling with a decoder "
             "and text, task=image_classification with a model and data of images, or "
-            "task=text_classification with model=text_classifier and data=labeled_text.",
+            "task=text_classification with model=text_classifier and data=labeled_text. "
+            '(A class of yours says what it is for: modality = "tokens".)',
         ),
         (
             lambda r: r.pairs == ["pairs", None],
