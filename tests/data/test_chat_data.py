@@ -93,6 +93,9 @@ def test_equal_conversations_are_held_out_together_and_stay_when_others_come(sou
     assert not texts["val"] & texts["test"]
     more = source([chat(i) for i in range(100)], val_fraction=0.3, test_fraction=0.2)
     assert texts["val"] <= _texts(more, "val")
+    whole = source([chat(0)], val_fraction=0, test_fraction=1)
+    assert data(whole).dataset("train") is None
+    assert len(_texts(whole, "test")) == 1
 
 
 def _texts(source: Conversations, split: str) -> set[str]:
@@ -187,7 +190,7 @@ def test_bad_lines_are_named_together(source):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together they must be at most 0.9"),
+        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together they must be at most 1"),
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
         (
             {"vocab_size": 200},

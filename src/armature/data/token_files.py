@@ -95,7 +95,7 @@ class TokenFiles:
             )
         every = self._open(path)
         val, test = (int(len(every) * share) for share in (self.val_fraction, self.test_fraction))
-        end = len(every) - val - test
+        end = max(len(every) - val - test, 0)
         return np.split(every, [end, end + val])[("train", "val", "test").index(split)]
 
     def _open(self, file: Path) -> Any:

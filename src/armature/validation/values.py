@@ -68,7 +68,6 @@ Size = Annotated[int, Field(ge=1, le=2**24)]
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 Samples = Annotated[int, Field(ge=1, le=10**12)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-DataFraction = Annotated[Number, Field(ge=0, lt=0.9)]
 Path = Annotated[str, Field(pattern=r"^[^\x00]+\Z")]
 Paths = Annotated[
     Path | Annotated[list[Path], Field(min_length=1)],
@@ -200,8 +199,8 @@ class OfSource:
     context: Size
     vocab_size: Size
     tokenizer_bytes: Count
-    val_fraction: DataFraction
-    test_fraction: DataFraction
+    val_fraction: Share
+    test_fraction: Share
     too_long: Literal["cut", "drop"]
 
 

@@ -88,10 +88,10 @@ class Conversations:
 
     def check(self) -> list[SourceFile]:
         """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
-        if self.val_fraction + self.test_fraction > 0.9:
+        if self.val_fraction + self.test_fraction > 1:
             raise ConfigError(
                 f"data.source.val_fraction={self.val_fraction} and test_fraction="
-                f"{self.test_fraction}: together they must be at most 0.9."
+                f"{self.test_fraction}: together they must be at most 1."
             )
         stops = self.chat_template.end_of_turn is not None
         if stops and self.template in BUILT_IN and (problem := self._end_problem()):
@@ -235,9 +235,10 @@ class Conversations:
                 "rows": len(rows),
                 **{name: writer.counts[name] for name in COUNTED},
             }
-        if not statistics["train"]["conversations"]:
+        train = statistics["train"]
+        if train["read"] and not train["conversations"]:
             raise ConfigError(
-                f"data.path={self.path}: of {statistics['train']['read']:,} lines none is left for "
+                f"data.path={self.path}: of {train['read']:,} lines none is left for "
                 f"training, since they are {LEFT_OUT}. Type a longer data.context than "
                 f"{self.context} (data.source.too_long={self.too_long}), a lower "
                 f"data.source.val_fraction, or name other files."
