@@ -103,7 +103,7 @@ class ImageClassifier(WrappedModel):
             for name, shape in own.items()
             if name in saved and tuple(saved[name].shape) != shape
         }
-        return Match(own.keys() - saved.keys(), sorted(saved.keys() - own.keys()), wrong)
+        return Match(own.keys() - saved, sorted(saved.keys() - own), wrong)
 
     @override
     def whole_state(self) -> dict[str, Tensor]:
