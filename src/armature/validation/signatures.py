@@ -92,7 +92,10 @@ def _imported(module: str) -> ModuleType | None:
         missing = error.name or ""
         if f"{module}.".startswith(f"{missing}."):
             return None
-        remedy = f"{error_line(error)}. Install the package {missing}, or correct the import."
+        remedy = (
+            f"{error_line(error)}. Install the package {missing} (pip may have another name), "
+            "or correct the import."
+        )
         raise ConfigError(f"{module}: {_place(error)}: {remedy}") from error
     except Exception as error:
         raise ConfigError(
