@@ -34,7 +34,6 @@ class DigitsData(DataModule):
     """
 
     # read before launch
-    modality = "images"
     model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}
 
     def __init__(

@@ -100,7 +100,6 @@ class ImageFolderData(LabeledData):
     """
 
     # read before launch
-    modality = "images"
     model_sizes: ClassVar[dict[str, int | str]] = {"image_size": "size", "channels": 3}
     path: Path
     predict_split = "predict"  # all images below path; of the test folder, if there is one

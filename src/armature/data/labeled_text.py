@@ -74,9 +74,7 @@ class LabeledTextData(ColumnData):
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
     """
 
-    # read before launch
-    modality = "labeled texts"
-    model_sizes: ClassVar[dict[str, str]] = {"context": "context"}
+    model_sizes: ClassVar[dict[str, str]] = {"context": "context"}  # read before launch
 
     def __init__(
         self,

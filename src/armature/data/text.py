@@ -34,8 +34,6 @@ class TokenData(DataModule):
         path: the path that `source` reads; an argument here so that it can be typed as data.path.
     """
 
-    modality = "tokens"
-
     def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None) -> None:
         super().__init__()
         self.source, self.context, self.path = source, context, path

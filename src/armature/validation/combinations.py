@@ -54,7 +54,6 @@ class Run:
         self.task, self.model, self.data = (cfg.get(key) or {} for key in ("task", "model", "data"))
         self.adapter = adapter_of(cfg) or {}
         self.cfg = {**cfg, "strategy": ours, "task": {**self.task, "adapter": self.adapter}}
-        self.trains_on = self.attribute("task", "modality")
         for each in (cfg.get("trainer"), cfg.get("launch"), ours, found):
             vars(self).update(each or {})
 
@@ -87,20 +86,17 @@ class Run:
         return (self.model if self.uses_model else self.task)["_target_"]
 
     @cached_property
-    def misfits(self) -> str:
-        """Model and data that are for other samples than the task. Yours need not say for which."""
-        verbs = {"model": "takes", "data": "gives"} if self.uses_model else {}
-        kinds = {group: self.attribute(group, "modality") for group in verbs}
-        return ", and ".join(
-            f"{group}={self[group]} {verbs[group]} {kind}"
-            for group, kind in kinds.items()
-            if kind not in (None, self.trains_on)
-        )
+    def modalities(self) -> list[Any]:
+        groups = ("task", "model") if self.uses_model else ()
+        return [self.attribute(group, "modality") for group in groups]
 
     @cached_property
-    def pairs(self) -> list[str | None]:
-        """What the task reads, and the data give, if it is pairs of answers."""
-        return [self.attribute("task", "reads"), self.attribute("data", "gives")]
+    def pairs(self) -> list[bool]:
+        """Whether the task reads, and the data give, pairs of answers: both say so in a class
+        attribute, `reads` or `gives`.
+        """
+        told = (("task", "reads"), ("data", "gives"))
+        return [self.attribute(group, name) == "pairs" for group, name in told]
 
     @cached_property
     def shards_sequence(self) -> bool:
@@ -194,14 +190,14 @@ RULES: dict[str, Rules] = {
             "clips. Type strategy=fsdp, or take trainer.gradient_clip_val=1.0 instead of the hook.",
         ),
         (
-            lambda r: r.trains_on and r.misfits,
-            " trains on {r.trains_on}, but {r.misfits}. Type task=language_modeling with a decoder "
-            "and text, task=image_classification with a model and data of images, or "
-            "task=text_classification with model=text_classifier and data=labeled_text. "
-            '(A class of yours says what it is for: modality = "tokens".)',
+            lambda r: None not in r.modalities and len({*r.modalities}) > 1,
+            " trains on {r.modalities[0]}, but model={r[model]} takes {r.modalities[1]}. "
+            "Type task=language_modeling with a decoder and text, task=image_classification with a "
+            "model and data of images, or task=text_classification with model=text_classifier and "
+            "data=labeled_text.",
         ),
         (
-            lambda r: r.pairs == ["pairs", None],
+            lambda r: r.pairs == [True, False],
             " learns from pairs of answers, and data={r[data]} gives none. Type "
             "data=preference. (A class of yours whose batches hold pairs says so: "
             'gives = "pairs".)',
@@ -260,7 +256,7 @@ RULES: dict[str, Rules] = {
     ],
     "data": [
         (
-            lambda r: r.pairs == [None, "pairs"],
+            lambda r: r.pairs == [False, True],
             " gives pairs of answers, which task={r[task]} does not compare. Type task=dpo, "
             "or data=chat for conversations. (A task of yours that reads pairs says so: "
             'reads = "pairs".)',
