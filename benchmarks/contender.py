@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from armature.hardware import WAITING
 from benchmarks.gate import SOCKET
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,8 +182,8 @@ class Running:
             "COLUMNS": "120",
             "HF_HUB_OFFLINE": "1",
         }
-        # as ours sets it: a waiting contender uses no CPU
-        kept.setdefault("OMP_WAIT_POLICY", "passive")
+        if not {*WAITING} & {*kept}:
+            kept |= WAITING  # as ours sets it
         if self.contender.spawn > 1:
             kept |= {
                 "RANK": str(rank),

@@ -80,9 +80,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     # garbage collection during imports takes a quarter of the start; the worker enables it again
     gc.disable()
-    # an idle OpenMP thread sleeps at once: one that spins takes its core from whoever has work, and
-    # two busy programs then slow each other down severalfold
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not {*hardware.WAITING} & {*os.environ}:
+        os.environ.update(hardware.WAITING)
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     if sys.argv[1:2] == [TRIAL_OPTION]:

@@ -25,6 +25,12 @@ PEAKS = {
     "MI300X": 1307e12, "MI250X": 191.5e12,  # each of an MI250X's two dies is a device
 }  # fmt: skip
 
+# How idle OpenMP threads wait, unless the environment says so. One that spins takes its core from
+# whoever has work: two busy programs then slow each other down severalfold. One that sleeps at once
+# pays for being woken at each operation: small steps take twice as long. So it spins for about as
+# long as waking takes, 20 to 100 µs (GNU's OpenMP; others sleep at once).
+WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+
 
 def cpu_count() -> int:
     """Return the number of CPUs that this process may use (often fewer than the machine has.
