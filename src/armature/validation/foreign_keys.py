@@ -85,7 +85,6 @@ FOREIGN: dict[str, str] = {
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hparams_search": "Type -m sweep=optuna",
     "hydra.sweeper.pruner": "Type hydra.sweeper.pruner.name and a class, such as MedianPruner",
-    "seed=null": "Type a number. It always takes effect; 0 is the default",
     "debug=default": _DEBUG_RUN,
     "debug=true": _DEBUG_RUN,
     "datamodule": "Type data={value}",
