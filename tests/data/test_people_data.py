@@ -50,7 +50,7 @@ def test_a_table_of_csv(tmp_path):
     assert (sample["inputs"].tolist(), sample["targets"].item()) == ([3.0], 1.5)
 
 
-@pytest.mark.parametrize("name", ["", "__index_level_0__"])
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
 def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     caplog.set_level("INFO", logger="armature")
     (tmp_path / "t.csv").write_text(f"{name},x,kind\n0,5,a\n1,6,b\n")
