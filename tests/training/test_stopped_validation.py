@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
+from armature.training.epoch_metrics import metric_states
 from armature.training.stop import StoppedBySignal
 from tests.trainers import quiet_trainer
 
@@ -94,6 +95,7 @@ class Draws(Module):
         self.error, self.batches, self.tracker = MeanMetric(), 0, MetricTracker(MeanSquaredError())
 
     def training_step(self, batch, batch_idx):
+        self.error.update(batch)
         return super().training_step(batch + 0.1 * torch.randn_like(batch), batch_idx)
 
     def on_validation_epoch_start(self):
@@ -105,16 +107,17 @@ class Draws(Module):
         self.seen += random.random()
         self.last = self.seen * 2
         self.error(self.losses[-1])
+        self.log("val/error", self.error)
         self.tracker.update(batch, batch)
         self.batches += 1
 
     def state(self):
+        evaluated = self.trainer.fit_loop.epoch_loop.val_loop._results
         drawn = (torch.get_rng_state().tolist(), random.getstate(), self.tracker.n_steps)
         return (
             float(self.seen),
             float(self.last),
-            self.error.update_count,
-            float(self.error.weight),
+            str(metric_states(self, evaluated=evaluated)["error"]),  # as a checkpoint holds it
             self.batches,
             *drawn,
         )
