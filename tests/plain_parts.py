@@ -180,7 +180,8 @@ class Line(L.LightningModule):
         return {"x": batch[0], "y": self.net(batch[0][:, None].float() / 16)[:, 0]}
 
     def on_train_epoch_end(self):
-        self.log("epochs_ended", float(self.current_epoch + 1))
+        self.ended = self.current_epoch + 1.0
+        self.log("epochs_ended", self.ended)
 
     def configure_optimizers(self):
         given = self.hparams

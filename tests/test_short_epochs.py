@@ -3,11 +3,21 @@
 import pytest
 
 from tests import running
+from tests.plain_parts import Line
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
 pytestmark = pytest.mark.slow
+
+
+class Counts(Line):
+    """Its test reads an attribute that the training has set."""
+
+    def on_test_epoch_end(self):
+        self.log("test/ended", self.ended, sync_dist=True)
+
+
 TINY = (
-    LINE,
+    "task._target_=tests.test_short_epochs.Counts",
     "+data.count=10",
     "+data.batch_size=16",
     "trainer.max_epochs=6",
@@ -29,8 +39,11 @@ def test_an_epoch_shorter_than_a_step_has_its_own_end(layout, runs):
     assert len(column(run_dir, "val/loss")) == 6
     assert column(run_dir, "test/val/loss")
     stopped, _ = runs.train(*TINY, stop_at(3), layout=layout, expect=143)
-    runs.train(*TINY, stop_at(3), layout=layout, run_dir=stopped)
-    assert running.rows(stopped) == running.rows(run_dir)
+    for _ in range(2):
+        runs.train(*TINY, stop_at(3), layout=layout, run_dir=stopped)
+        assert running.rows(stopped) == running.rows(run_dir)
+        assert running.summary(stopped)["metrics"] == running.summary(run_dir)["metrics"]
+        (stopped / "summary.json").unlink()  # as after a kill within the test
 
 
 @pytest.mark.guarantee

@@ -4,6 +4,7 @@ others.
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torchmetrics import (
@@ -162,7 +163,7 @@ def resumed_from(*ranks, rank: int = 0, now: int = 1) -> epoch_metrics.Results:
         [epoch_metrics.collect(each) for each in ranks],
         rank=rank, saved_data_ranks=places, data_ranks=[*range(now)],
     )  # fmt: skip
-    epoch_metrics.restore(results, saved, Module(), reduce=reduce, device=torch.device("cpu"))
+    epoch_metrics.restore(results, saved, Module(), SingleDeviceStrategy("cpu"))
     return results
 
 

@@ -137,7 +137,7 @@ class Bar(Display, ProgressBar):
 
     def _values(self) -> str:
         log = self.step_log
-        if not log.last:
+        if not log.rate:
             return ""
         unit = "samples" if log.tokens_per_sample is None else "tokens"
         loss = f"loss {log.last['train/loss']:.4f} " if "train/loss" in log.last else ""

@@ -74,10 +74,10 @@ class Results(_ResultCollection):
         super().update_metrics(key, whole(value), batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies on the CPU, each of its own type: a float would become float32."""
     return {
-        name: torch.tensor(float(value), dtype=value.dtype if isinstance(value, Tensor) else None)
+        name: torch.tensor(float(value), dtype=value.dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
 
@@ -118,16 +118,9 @@ def collect(results: Results) -> Facts:
     }
 
 
-def restore(
-    results: Results,
-    saved: Facts,
-    module: nn.Module,
-    *,
-    reduce: Callable[..., Any],
-    device: torch.device,
-) -> None:
+def restore(results: Results, saved: Facts, module: nn.Module, strategy: Any) -> None:
     """Let a collection hold what `collect` returned, and nothing else."""
-    metrics = dict(_metrics(module))
+    metrics, device = dict(_metrics(module)), strategy.root_device
     results.clear()
     results.restored = frozenset()
     for key, facts in saved.items():
@@ -135,13 +128,19 @@ def restore(
         value = metrics.get(how["metric_attribute"]) if state is None else torch.zeros(())
         if value is None:
             continue
-        value = value.to(device)
-        how = {**how, "reduce_fx": facts["reduce_fx"], "rank_zero_only": facts["rank_zero_only"]}
-        results.log(value=value, **how, sync_dist_fn=reduce, batch_size=1)
+        results.log(
+            value=value.to(device),
+            **how,
+            reduce_fx=facts["reduce_fx"],
+            rank_zero_only=facts["rank_zero_only"],
+            sync_dist_fn=strategy.reduce,
+            batch_size=1,
+        )
+        own = results[key]
         for name, kept in (state or {}).items():
-            setattr(results[key], name, kept.to(device))
-        results[key]._forward_cache = _to_device(facts["newest"], device)
-        results[key].meta.sync.should = facts["sync"]
+            setattr(own, name, kept.to(device))
+        own._forward_cache = _to_device(facts["newest"], device)
+        own.meta.sync.should = facts["sync"]
     results.restored, results.continues = frozenset(saved), bool(saved)
 
 
@@ -158,9 +157,10 @@ def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -
         for result in evaluated.values()
         if not (result.is_tensor or result.has_reset)
     }
-    for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
-        # brings the states of metrics that are computed together up to date
-        list(collection.items())
+    for each in module.modules():
+        if isinstance(each, MetricCollection):
+            # brings the states of metrics that are computed together up to date
+            list(each.items())
     metrics = {
         name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)
     }

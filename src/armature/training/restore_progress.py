@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -185,8 +184,9 @@ class RestoreProgress(RunHooks, Callback):
         if loop.restarting and not done:
             progress.processed = 0  # the end of a shorter run had ended its epoch, too
         loop.owes_epoch_end = bool(step) and done and progress.ready > progress.completed
-        if step and loop.done:  # no batch follows
-            epoch_start.load_again(trainer)
+        if step and loop.done:  # no batch follows, but perhaps a test
+            self._take_up(trainer)
+            StrategyMixin.of(trainer).random_state.restore()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         step = completed_batches(trainer)
@@ -207,18 +207,18 @@ class RestoreProgress(RunHooks, Callback):
         self._restore_values(trainer)
 
     def _restore_values(self, trainer: OurTrainer) -> None:
-        trainer.callback_metrics.update(
-            {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
-        )
+        trainer.callback_metrics.update(self._saved["metrics"])
         trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
+        self._user_state = user_state.UserState(trainer)
+        if completed_batches(trainer):
+            self._take_up(trainer)
+
+    def _take_up(self, trainer: OurTrainer) -> None:
         """Let the checkpoint have the last word, after all hooks of the start; replace what they
         have logged, which an undisturbed run logs once, by what was collected.
         """
-        self._user_state = user_state.UserState(trainer)
-        if not completed_batches(trainer):
-            return
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         if self._within_epoch:
             self._random = self._random or epoch_start.random_state(trainer)
@@ -236,8 +236,7 @@ class RestoreProgress(RunHooks, Callback):
             trainer.fit_loop.epoch_loop._results,
             epoch_metrics.for_rank(self._saved["logged"], **ranks) if self._within_epoch else {},
             module,
-            reduce=trainer.strategy.reduce,
-            device=trainer.strategy.root_device,
+            strategy,
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:

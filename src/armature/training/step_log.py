@@ -107,7 +107,7 @@ class StepLog(RunHooks, Callback):
 
     Attributes:
         last: the newest row that was written.
-        rate: samples per second of all ranks, over the rows of the newest write.
+        rate: samples per second of all ranks, over the rows of the newest write of this process.
         data_wait: as the column, over the same rows.
         monitors: further sources of columns.
     """
@@ -129,7 +129,7 @@ class StepLog(RunHooks, Callback):
         self.feed, self.tokens_per_sample = feed, feed.assets.tokens_per_sample
         self.samples_seen = 0
         self.last: dict[str, float] = {}
-        self.rate = float("nan")
+        self.rate = 0.0
         self.data_wait = 0.0
         self.monitors: list[Monitor] = []
         self.wait: DataWait | None = None
@@ -151,7 +151,7 @@ class StepLog(RunHooks, Callback):
         return {"row": dict(self.csv.held), "lr": self._lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.csv.held = dict(state_dict["row"])
+        self.csv.held = self.last = dict(state_dict["row"])
         # of the next row too, if its batch makes no optimizer step
         self._lr = state_dict.get("lr", 0.0)
 
