@@ -75,7 +75,7 @@ def test_an_option_that_asks_for_a_value_takes_it(tmp_path):
         changed(text, tmp_path, "data=chat")
 
 
-@pytest.mark.parametrize("typed", ["data.pth=b", "data.eval_batch_size", "nothing=1"])
+@pytest.mark.parametrize("typed", ["data.pth=b", "data.eval_batch_size", "nothing=1", "data=chats"])
 def test_an_unknown_key_is_refused(typed, tmp_path):
     with pytest.raises(ConfigError, match=typed.split("=")[0]):
         changed(REFERRING, tmp_path, typed)

@@ -15,7 +15,7 @@ from armature import config
 from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
-from armature.project import config_file
+from armature.project import options
 from armature.validation import compose, foreign_keys, values
 from armature.validation.composing import composing
 from armature.validation.quoting import quoted
@@ -41,7 +41,7 @@ def apply(
         return
     source, problems = _source(cfg), []
     # options first
-    for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):
+    for override in sorted(overrides, key=lambda each: "." in config.key_of(each)):
         parsed = compose.parse_override(quoted(override))
         if parsed is None or parsed.is_sweep_override():
             problems.append(compose.of_no_form(override))
@@ -53,7 +53,7 @@ def apply(
             problems.append(
                 f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
             )
-        elif config_file(key, value):
+        elif key in cfg and isinstance(parsed.value(), str) and options(key):
             with open_dict(cfg):
                 cfg[key] = _option(key, value)
         # keys of a loader are of a plain LightningDataModule
@@ -80,7 +80,7 @@ def apply(
 
 
 def _source(cfg: DictConfig) -> dict[str, Any]:
-    node = OmegaConf.select(cfg, "data.source", throw_on_missing=False)
+    node = OmegaConf.select(cfg, "data.source")
     if not isinstance(node, DictConfig):
         return {}
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
@@ -94,7 +94,7 @@ def _option(group: str, name: str) -> Any:
         with composing():
             return hydra.compose("train", overrides=[f"{group}='{name}'"])[group]
     except compose.CONFIG_ERRORS as error:
-        raise ConfigError(f"{group}={name}: {error}") from error
+        raise ConfigError(compose.explain(error, [f"{group}={name}"])) from error
 
 
 def keep_references(raw: Any, resolved: Any) -> Any:
