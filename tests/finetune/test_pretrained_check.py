@@ -50,7 +50,9 @@ def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
 
 
 def test_the_folder_sets_all_sizes(model):
-    filled = check.fill(config(model)).model
+    cfg = config(model)
+    cfg.run.name = "n" * 300  # a later check names it
+    filled = check.fill(cfg).model
     assert (filled.vocab_size, filled.width, filled.layers, filled.ffn_hidden) == (4096, 16, 2, 32)
     assert (filled.tied, filled.qk_norm, filled.windows, filled.context) == (False, False, None, 64)
     assert problems(OmegaConf.to_container(filled)) == []

@@ -135,10 +135,10 @@ def _checkpoint(cfg: DictConfig) -> Path | None:
     What is wrong with it is found later.
     """
     run_dir = _run_dir(cfg)
-    own = None if run_dir is None else resume.last_checkpoint(run_dir, cfg)
-    if own is not None or cfg.resume in resume.MODES:
-        return own
     try:
+        own = None if run_dir is None else resume.last_checkpoint(run_dir, cfg)
+        if own is not None or cfg.resume in resume.MODES:
+            return own
         return resume.last_checkpoint(resume.to_path(cfg.resume))
     except (OSError, ValueError, ConfigError):
         return None
