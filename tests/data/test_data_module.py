@@ -130,8 +130,11 @@ def test_held_out_samples_are_not_augmented_and_the_last_batch_is_a_smaller_one(
 def test_a_rank_without_a_sample_gets_one_that_does_not_count():
     found = []
     for rank in (0, 8):
-        feed = fed(eval_batch_size=8)
-        feed.rank_and_ranks = lambda rank=rank: (rank, 9)
+        feed, task = fed(eval_batch_size=8), Recorder()
+        vars(task)["mean_over_targets"] = True
+        trainer = L.Trainer(strategy=feeding.Rank(rank, 9), accelerator="cpu", logger=False)
+        trainer.strategy.connect(task)
+        feed.data.trainer = trainer
         found += [batch["targets"].tolist() for batch in feed.loaders("val")[0]]
     assert found == [[IGNORED], [7]]
 

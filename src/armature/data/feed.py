@@ -555,9 +555,11 @@ class Feed(L.Callback):
         sampler = loader.fed_by
         if not sampler.has_padding:
             return
-        with preserved_generators():
-            if has_targets(loader.reader.dataset.__getitems__([0])):  # pyright: ignore[reportAttributeAccessIssue]
-                return
+        # any other task would count targets of -100
+        if hasattr(self.trainer.lightning_module, "mean_over_targets"):
+            with preserved_generators():
+                if has_targets(loader.reader.dataset.__getitems__([0])):  # pyright: ignore[reportAttributeAccessIssue]
+                    return
         size, ranks = sampler.size, sampler.ranks
         remedy = (
             f"Leave {size % ranks} of them out (torch.utils.data.Subset(dataset, "
@@ -568,8 +570,9 @@ class Feed(L.Callback):
         )
         raise ConfigError(
             f"data: {self._name} has {size} samples for {split}, but {ranks} ranks with batches of "
-            f"{sampler.batch_size} need one for each rank in every batch, and only a batch with "
-            f'"targets" can be filled up with samples that do not count. {remedy}'
+            f"{sampler.batch_size} need one for each rank in every batch. Samples that do not "
+            'count can fill up only a batch with "targets", of a task that declares '
+            f"mean_over_targets (docs/your-own.md). {remedy}"
         )
 
 
