@@ -65,6 +65,7 @@ class Net(nn.Module):
         self.layers[1][0].bias = self.shared.bias
         self.hooked = nn.Linear(10, 10, bias=False)
         self.hooked.weight.register_hook(lambda grad: grad)
+        self.bounded = nn.Embedding(10, 10, max_norm=1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -81,7 +82,7 @@ def test_blocks_and_large_leaves_are_units_without_a_plan() -> None:
     assert {paths[param] for param in found.of_model} == {"embed.weight"}
     assert {paths[param] for param in found.whole} == {
         "head.bias", "layers.1.0.bias", "stages.2.weight", "stages.2.bias", "conv.weight",
-        "conv.bias", "hooked.weight",
+        "conv.bias", "hooked.weight", "bounded.weight",
     }  # fmt: skip
     assert units.find(model, None, min_num_params=10**6).modules == []
     # whose Linear is never called
