@@ -115,9 +115,6 @@ class Tracked(Regressor):
 class LogsEverywhere(Regressor):
     """self.log in the hooks of steps and epochs, with numbers of all kinds."""
 
-    def on_train_epoch_start(self):
-        self.log("epoch_start", float(self.current_epoch), reduce_fx="max")
-
     def on_train_batch_start(self, batch, batch_idx):
         self.log("batch_start", batch_idx)
 
@@ -208,13 +205,16 @@ class MetricInLoss(Regressor):
         return loss / self.scale.compute()
 
 
-class ReadsCallbackMetrics(Regressor):
+class ReadsMetrics(Regressor):
     """What was logged in the validation and the step before decides the loss."""
 
     def training_step(self, batch, batch_idx):
-        loss, known = super().training_step(batch, batch_idx), self.trainer.callback_metrics
+        loss, trainer = super().training_step(batch, batch_idx), self.trainer
         self.log("rate", 0.5 + 0.1 * self.global_step)
-        return loss * (2 + known.get("val/loss", 0.0) + known.get("rate", 0.0))
+        kinds = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
+        for known in kinds:
+            loss = loss * (2 + known.get("val/loss", 0.0) + known.get("rate", 0.0))
+        return loss
 
 
 HABITS = [
@@ -228,6 +228,6 @@ HABITS = [
     ddp(LogsAtStart, resume=INSIDE, stop=12),
     # each rank's own values are in the loss
     ddp(MetricInLoss, random=True),
-    fsdp(ReadsCallbackMetrics, random=True),
+    fsdp(ReadsMetrics, random=True, resume=INSIDE),
     fsdp(GathersInValidation, sample=True),
 ]

@@ -33,6 +33,9 @@ _ANOTHER_RUN = (
 # saved last
 OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 
+# the trainer's newest values
+OF_TRAINER = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
 
 class RestoreProgress(RunHooks, Callback):
     """Set Lightning's counters from the optimizer steps and samples seen, instead of from its
@@ -96,7 +99,7 @@ class RestoreProgress(RunHooks, Callback):
         )
         return {
             "epoch": trainer.current_epoch,
-            "metrics": epoch_metrics.numbers(trainer.callback_metrics),
+            "metrics": {each: epoch_metrics.numbers(getattr(trainer, each)) for each in OF_TRAINER},
             "step_values": sorted(trainer.step_metrics.step_values),
             "data_ranks": list(data_ranks),
             "logged": list(logged),
@@ -207,7 +210,8 @@ class RestoreProgress(RunHooks, Callback):
         self._restore_values(trainer)
 
     def _restore_values(self, trainer: OurTrainer) -> None:
-        trainer.callback_metrics.update(self._saved["metrics"])
+        for each, values in self._saved["metrics"].items():
+            getattr(trainer, each).update(values)
         trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
