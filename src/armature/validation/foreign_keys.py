@@ -52,19 +52,15 @@ FOREIGN: dict[str, str] = {
     "default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
     "sync_batchnorm": "It is on. To turn it off, type strategy=ddp strategy.sync_batchnorm=false",
-    "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
-    "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
     "num_sanity_val_steps": "Leave it out, and type debug=fast to try every part first",
     "enable_progress_bar": "Leave it out: outside of a terminal there is no bar",
     "checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
     # its older arguments
     "auto_lr_find": "Type -m sweep=lr: one trial per learning rate",
-    "auto_scale_batch_size": "Type data.micro_batch_size=auto: the largest that fits",
     "gpus": _ALL_OR_ONE,
     "gpus=[…]": _CHOSEN_GPUS,
     "gpus=-1": _ALL_GPUS,
     "resume_from_checkpoint": _RESUME,
-    "resume_from_checkpoint=true": _SAME,
     # its values
     "trainer=gpu": "Type trainer.accelerator=gpu",
     "trainer=cpu": "Type trainer.accelerator=cpu",
@@ -73,7 +69,6 @@ FOREIGN: dict[str, str] = {
     "devices=[…]": _CHOSEN_GPUS,
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
-    "strategy=fsdp_native": "Type strategy=fsdp",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
     "ckpt_path=last": _SAME,
@@ -94,7 +89,6 @@ FOREIGN: dict[str, str] = {
     "optimizer.learning_rate": _LR,
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
-    "model.net": "Type model={value}: the group model is the network, task the LightningModule",
     "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…: checkpoints are always saved",
     # ------------------------------------------------------------------ data
@@ -120,10 +114,7 @@ FOREIGN: dict[str, str] = {
     "optimizer.name": "Type optimizer={value}",
     "bf16": "Type trainer.precision=bf16-mixed",
     "fp16": "Type trainer.precision=16-mixed",
-    "dataloader_num_workers": "Type data.num_workers={value}",
-    "fsdp": "Type strategy=fsdp",
     "deepspeed": "Type strategy=deepspeed, or deepspeed_zero3",
-    "num_processes": "Type trainer.devices={value}",
     "save_steps": "Type checkpoint.every_n_steps={value}",
     "eval_steps": "Type trainer.val_every_n_steps={value}",
     "logging_steps": "Type trainer.log_every_n_steps={value}",
