@@ -80,11 +80,7 @@ def test_contenders_import_what_they_need_and_no_more():
 
 @pytest.mark.slow
 def test_the_bare_loop_does_what_training_does(tmp_path):
-    """The same losses, step for step, when it is given the same batches; and the same weights in
-    smaller pieces.
-    """
-    import torch
-
+    """The same losses, step for step, when it is given the same batches."""
     from armature import run_dir
     from armature.data import feed
     from benchmarks import bare
@@ -103,19 +99,10 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     batches = [(batch["inputs"], batch["targets"]) for batch in fed.train_loader()][:6]
     job = replace(compose([*running.TINY, *unpinned, f"data.path={source}"]).job, total_steps=6)
     losses: list[float] = []
-    whole = bare.train(
+    bare.train(
         job, batches=iter(batches), step_done=lambda loss: losses.append(float(loss.detach()))
     )
     assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "ours"), rel=1e-5)
-
-    halves = [
-        half for batch in batches for half in zip(*(part.split(4) for part in batch), strict=True)
-    ]
-    pieces = bare.train(
-        replace(job, micro_batch_size=4), batches=iter(halves), step_done=lambda loss: None
-    )
-    for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
