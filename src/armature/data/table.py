@@ -18,7 +18,7 @@ from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
 # names that pandas gives to columns of row numbers
-_ROW_NUMBERS = re.compile(r"|Unnamed: 0|__index_level_\d+__")
+_ROW_NUMBERS = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")
 
 
 class Rows(Dataset[dict[str, Tensor]]):

@@ -150,13 +150,13 @@ def size(*modules: nn.Module) -> int:
 
 
 def _fits(owner: nn.Module, param: nn.Parameter) -> bool:
-    """Return whether FSDP can shard a weight: torch.jit's cannot be replaced, and lost would be
-    hooks, which the strategies give those with sparse gradients, and the rows that an embedding
-    with `max_norm` shortens in its forward.
+    """Return whether FSDP can shard a weight: torch.jit's cannot be replaced. Hooks, which the
+    strategies give those with sparse gradients, would be lost, and so would the rows that an
+    embedding with `max_norm` shortens in its forward.
     """
     hooked = param._backward_hooks or param._post_accumulate_grad_hooks
     shaped = param.ndim > 0 and param.numel() > 0 and param.is_contiguous()
-    shortened = getattr(owner, "max_norm", None)
+    shortened = getattr(owner, "max_norm", None) is not None
     return shaped and not (hooked or shortened or isinstance(owner, torch.jit.ScriptModule))
 
 

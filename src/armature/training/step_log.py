@@ -148,12 +148,12 @@ class StepLog(RunHooks, Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": dict(self.csv.held), "lr": self._lr}
+        return {"row": dict(self.csv.held), "last": self.last, "lr": self._lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.csv.held = self.last = dict(state_dict["row"])
+        self.csv.held, self.last = dict(state_dict["row"]), state_dict["last"]
         # of the next row too, if its batch makes no optimizer step
-        self._lr = state_dict.get("lr", 0.0)
+        self._lr = state_dict["lr"]
 
     def training_begins(self, trainer: Trainer) -> None:
         """Drop the rows after the restored checkpoint."""

@@ -53,7 +53,6 @@ FOREIGN: dict[str, str] = {
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
     "sync_batchnorm": "It is on. To turn it off, type strategy=ddp strategy.sync_batchnorm=false",
     "num_sanity_val_steps": "Leave it out, and type debug=fast to try every part first",
-    "enable_progress_bar": "Leave it out: outside of a terminal there is no bar",
     "checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
     # its older arguments
     "auto_lr_find": "Type -m sweep=lr: one trial per learning rate",
@@ -111,7 +110,6 @@ FOREIGN: dict[str, str] = {
     "report_to": "Type logger={value}",
     "run_name": "Type run.name={value}",
     "name": "Type run.name={value}",
-    "optimizer.name": "Type optimizer={value}",
     "bf16": "Type trainer.precision=bf16-mixed",
     "fp16": "Type trainer.precision=16-mixed",
     "deepspeed": "Type strategy=deepspeed, or deepspeed_zero3",
