@@ -81,7 +81,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     # garbage collection during imports takes a quarter of the start; the worker enables it again
     gc.disable()
     if not {*hardware.WAITING} & {*os.environ}:
-        os.environ.update(hardware.WAITING)
+        os.environ |= hardware.WAITING
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     if sys.argv[1:2] == [TRIAL_OPTION]:

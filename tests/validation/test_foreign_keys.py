@@ -41,6 +41,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "trainer=ddp": "Type strategy=ddp trainer.devices=N.",
     "trainer.strategy=ddp_find_unused_parameters_true": "strategy.find_unused_parameters=true",
     "trainer.strategy=fsdp": "Type strategy=fsdp:",
+    "strategy=fsdp_native": "Type strategy=fsdp.",
     "debug=default": "Type debug=fast:",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…:",
     "launch.allowed_packages=null": "must be a list of packages",

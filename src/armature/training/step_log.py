@@ -151,7 +151,8 @@ class StepLog(RunHooks, Callback):
         return {"row": dict(self.csv.held), "last": self.last, "lr": self._lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.csv.held, self.last = dict(state_dict["row"]), state_dict["last"]
+        self.csv.held = dict(state_dict["row"])
+        self.last = state_dict["last"]
         # of the next row too, if its batch makes no optimizer step
         self._lr = state_dict["lr"]
 

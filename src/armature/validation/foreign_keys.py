@@ -66,6 +66,7 @@ FOREIGN: dict[str, str] = {
     "trainer=ddp": "Type strategy=ddp trainer.devices=N",
     "devices=-1": _ALL_GPUS,
     "devices=[…]": _CHOSEN_GPUS,
+    "strategy=fsdp_native": "Type strategy=fsdp",
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
     # ------------------------------------------------------------------ lightning-hydra-template
