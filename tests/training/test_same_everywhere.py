@@ -93,7 +93,7 @@ def check(monkeypatch):
     module.register_buffer("seen", torch.ones(1))
     strategy = SimpleNamespace(
         replicates_weights=False, stage=0, steps_made={optimizer: 4}, module=module, world_size=2,
-        data_size=2, data_rank=0, gathered=SimpleNamespace(order=7),
+        data_size=2, data_rank=0,
     )  # fmt: skip
     monkeypatch.setattr(same_everywhere.StrategyMixin, "of", lambda trainer: strategy)
     monkeypatch.setattr(same_everywhere, "completed_batches", lambda trainer: 4)
@@ -103,7 +103,7 @@ def check(monkeypatch):
     def compare(**other: Any) -> None:
         gather = lambda own: [own, own | {"data rank": 1} | other]  # noqa: E731
         monkeypatch.setattr(same_everywhere.process_group, "all_gather_object", gather)
-        same.check(trainer)
+        same.on_validation_start(trainer, trainer)
 
     return compare
 

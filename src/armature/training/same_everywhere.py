@@ -1,4 +1,4 @@
-"""Compare what ranks must have alike, at each save and at the end of training.
+"""Compare what ranks must have alike, at each validation and save, and at the end of training.
 
 Ranks that decide or change something by their own samples train on, and wrongly. One collective of
 small values finds that before it is saved.
@@ -58,6 +58,9 @@ class SameEverywhere(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.check(trainer)
 
+    # DDP then gives all ranks the buffers of rank 0: a save behind a validation finds them alike
+    on_validation_start = on_train_end
+
     def check(self, trainer: L.Trainer) -> None:
         """Compare the ranks. All of them call it.
 
@@ -67,16 +70,14 @@ class SameEverywhere(Callback):
         if process_group.ranks() == 1:
             return
         strategy = StrategyMixin.of(trainer)
-        weights = strategy.replicated_weights() if strategy.replicates_weights else {}
         several_alike = strategy.world_size == strategy.data_size
-        buffers = _buffers(strategy) if several_alike else {}
         own = {
             "stage": strategy.stage,
             "data rank": strategy.data_rank,
             "batch": self._batch,
             "facts": _facts(trainer, strategy),
-            "weights": sums(weights),
-            "buffers": sums(buffers),
+            "weights": sums(strategy.replicated_weights() if strategy.replicates_weights else {}),
+            "buffers": sums(_buffers(strategy) if several_alike else {}),
             "logged": _unsynced(trainer),
         }
         self._batch = None
