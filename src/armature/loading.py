@@ -86,7 +86,7 @@ def open_run(
     cfg = run_dir.read(run_path)
     config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
-    apply_overrides(cfg, overrides or [], run_dir=run_path, calls_callbacks=calls_callbacks)
+    apply_overrides(cfg, overrides or [], calls_callbacks=calls_callbacks)
     typed_keys = [config.key_of(each) for each in overrides or [] if each[0] != "~"]
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
     OmegaConf.update(cfg, "run.dir", str(run_path))

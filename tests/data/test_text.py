@@ -40,6 +40,17 @@ def test_evaluation_windows_have_each_token_but_the_first_as_target_once(size, c
     assert (batch["inputs"] >= 0).all()
 
 
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_trained_model_reads_text_with_its_own_tokens(corpus, tmp_path, grown):
+    text_data(corpus).save_assets(tmp_path)
+    (file := tmp_path / "code.txt").write_text("import math\n" * 900)
+    paths = [corpus.path, str(file)] if grown else corpus.path
+    now = text_data(Corpus(paths, vocab_size=320, cache_dir=corpus.cache_dir))
+    now.load_assets(tmp_path)
+    assert now.tokenizer.get_vocab() == corpus.loaded_tokenizer.get_vocab()
+    assert (now.source.folder == corpus.folder) != grown  # nothing is prepared twice
+
+
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_bits_per_byte_are_exact(corpus, split):
     """A uniform model needs log2(V) bits for every target, in any windows and batches."""

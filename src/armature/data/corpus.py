@@ -86,8 +86,12 @@ class Corpus:
     @cached_property
     def _opened(self) -> tuple[Path, dict[str, Any]]:
         files = self.check()
-        kind = "stdlib" if self.path is None else "text"
-        folder = cache.root(self.cache_dir) / f"{kind}-{self._key(files)}"
+        folder = self._place(files, None)
+        if self.tokenizer is not None:
+            own, given = folder / tokenizers.TOKENIZER_FILE, tokenizers.find(self.tokenizer)
+            # one that was trained on these very files, as a run's, needs no second preparation
+            if not own.is_file() or own.read_bytes() != given.read_bytes():
+                folder = self._place(files, given)
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
         targets = header["splits"]["train"]["tokens"] - 1
         if self.context is not None and targets < self.context:
@@ -162,9 +166,9 @@ class Corpus:
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
-    def _key(self, files: list[SourceFile]) -> str:
-        """Return a hash of every file's name, size and time, and of every setting that the tokens
-        depend on.
+    def _place(self, files: list[SourceFile], tokenizer: Path | None) -> Path:
+        """Return the folder of the cache, named by a hash of every file's name, size and time, and
+        of every setting that the tokens depend on.
         """
         settings = [
             _VERSION,
@@ -172,13 +176,14 @@ class Corpus:
             self.vocab_size,
             self.val_fraction,
             self.test_fraction,
-            self.tokenizer_bytes if self.tokenizer is None else None,
+            self.tokenizer_bytes if tokenizer is None else None,
         ]
         key = hashlib.sha256(json.dumps(settings).encode())
-        if self.tokenizer is not None:
-            key.update(tokenizers.find(self.tokenizer).read_bytes())
+        if tokenizer is not None:
+            key.update(tokenizer.read_bytes())
         key.update(sources.stamp(files))
-        return key.hexdigest()[:16]
+        kind = "stdlib" if self.path is None else "text"
+        return cache.root(self.cache_dir) / f"{kind}-{key.hexdigest()[:16]}"
 
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
         started, total = time.monotonic(), sum(file.size for file in files)

@@ -52,6 +52,13 @@ class TokenData(DataModule):
         if self.tokenizer is not None:
             write(self.tokenizer, run_dir / TOKENIZER_FILE)
 
+    @override
+    def load_assets(self, run_dir: Path) -> None:
+        """Read text with the tokens that the trained model knows, whatever its files hold now."""
+        file = run_dir / TOKENIZER_FILE
+        if getattr(self.source, "tokenizer", "") is None and file.is_file():
+            self.source.tokenizer = str(file)
+
     def prompts(self) -> list[str]:
         """Return beginnings of lines of held-out text, to show what a model makes of them; [] if
         none can be read.

@@ -4,7 +4,6 @@ Torch-free.
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -13,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
 from armature.data.batching import LOADER_KEYS
-from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.project import options
 from armature.validation import compose, foreign_keys, values
@@ -25,21 +23,18 @@ _OPEN = ("callbacks", "data", "task")  # what their classes take may be added
 _OF_LOADERS = [f"data.{name}" for name in LOADER_KEYS]
 
 
-def apply(
-    cfg: DictConfig, overrides: list[str], *, run_dir: Path, calls_callbacks: bool = False
-) -> None:
+def apply(cfg: DictConfig, overrides: list[str], *, calls_callbacks: bool = False) -> None:
     """Change a run's configuration in place. Keys that refer to a changed key follow it.
 
-    A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained
-    on is read with the run's own tokenizer. Raises ConfigError for a key that the configuration
-    does not have.
+    A group's option can be chosen, too: `data=text data.path=…`. Raises ConfigError for a key that
+    the configuration does not have.
 
     Args:
         calls_callbacks: whether callbacks can be added (`+callbacks.x=…`) and left out.
     """
     if not overrides:
         return
-    source, problems = _source(cfg), []
+    problems: list[str] = []
     # options first
     for override in sorted(overrides, key=lambda each: "." in config.key_of(each)):
         parsed = compose.parse_override(quoted(override))
@@ -73,17 +68,6 @@ def apply(
         if OmegaConf.is_missing(cfg[group], key)
     ]:
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
-    tokenizer = run_dir / TOKENIZER_FILE
-    changed = _source(cfg)
-    if changed != source and changed.get("tokenizer", "") is None and tokenizer.is_file():
-        cfg.data.source.tokenizer = str(tokenizer)
-
-
-def _source(cfg: DictConfig) -> dict[str, Any]:
-    node = OmegaConf.select(cfg, "data.source")
-    if not isinstance(node, DictConfig):
-        return {}
-    return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
 
 
 def _option(group: str, name: str) -> Any:
