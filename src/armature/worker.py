@@ -270,8 +270,8 @@ def _prepare(fed: feed.Feed) -> None:
 def _number_classes(cfg: DictConfig, fed: feed.Feed, checkpoint: Path | None) -> None:
     """Let classes have the numbers that the weights know them by. Raises ConfigError."""
     if checkpoint is not None:
-        if isinstance(fed.data, LabeledData) and (run_dir := resume.run_of(checkpoint)) is not None:
-            fed.data.load_assets(run_dir)
+        if isinstance(fed.data, LabeledData):  # under checkpoint.root there is no run directory
+            fed.data.load_assets(resume.run_of(checkpoint) or Path(cfg.run.dir))
     elif found := pretrained.number_classes(cfg, fed.assets):
         raise ConfigError(found)
 

@@ -117,8 +117,9 @@ def test_a_resume_keeps_the_numbers_of_the_run(tmp_path, run):
     fed.load_state_dict(state)
 
 
+@pytest.mark.parametrize("kept", ["run", "checkpoint_root/run"])
 def test_training_samples_have_the_numbers_that_the_weights_know(
-    tmp_path, run, trained_table, monkeypatch
+    tmp_path, run, trained_table, monkeypatch, kept
 ):
     (run / "config.yaml").touch()
     few = tmp_path / "few.csv"
@@ -127,8 +128,8 @@ def test_training_samples_have_the_numbers_that_the_weights_know(
         "experiment=example", "data=table", f"data.path={few}", "data.target=kind",
         "model.features=2", "model.classes=3",
     )  # fmt: skip
-    cfg.run.dir = str(tmp_path)
-    monkeypatch.setattr(worker, "_checkpoint_to_resume", lambda *_: run)
+    cfg.run.dir = str(tmp_path if kept == "run" else run)
+    monkeypatch.setattr(worker, "_checkpoint_to_resume", lambda *_: tmp_path / kept)
     fed, *_ = worker._build_feed(cfg, Layout.of(cfg))
     assert {*fed._train.dataset.targets.tolist()} == {1, 2}
 
