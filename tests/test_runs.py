@@ -27,10 +27,9 @@ def make(tmp_path):
             "step,train/loss,val/loss\n1,3.0,\n2,2.5,0.5\n3,2.0,0.75\n" + rows
         )
         (path / "overrides.txt").write_text("seed=1\n")
-        os.utime(path / "overrides.txt", (time.time() - 100,) * 2)
         if reason is not None:
             (path / "summary.json").write_text(
-                json.dumps({"stop_reason": reason, "planned_steps": 9})
+                json.dumps({"stop_reason": reason, "planned_steps": 9, "overrides_bytes": 7})
             )
         return path
 
@@ -54,7 +53,9 @@ def test_runs_of_all_states_are_found_below_a_folder(make, tmp_path):
 
 def test_a_later_start_that_has_no_summary_yet_has_failed(make):
     path = make("again", reason="finished")
-    os.utime(path / "overrides.txt", (time.time() + 100,) * 2)
+    os.utime(path / "overrides.txt", (time.time() + 100,) * 2)  # as in a copy of the run
+    assert runs.describe(path).state == "finished"
+    (path / "overrides.txt").write_text("seed=1\n\n")
     assert runs.describe(path).state == "failed"
 
 

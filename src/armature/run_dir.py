@@ -35,7 +35,7 @@ from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, NotSaved
 from armature.finetune import check as pretrained
 from armature.finetune import folder as folders
-from armature.launcher import environment, slurm
+from armature.launcher import environment, run_state, slurm
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ FILES = (
 TRACE = "trace"  # the folder of what callbacks/trace.py records
 # values of run.root that did not exist when this process decided on a run directory
 _new_roots: set[Path] = set()
-# by file of the run directory: what it was before this start, when, and the last checkpoint then
-_replaced: dict[Path, tuple[str, int, Path | None]] = {}
+# by file of the run directory: what it was before this start, and the last checkpoint then
+_replaced: dict[Path, tuple[str, Path | None]] = {}
 
 
 def default_name(label: str) -> str:
@@ -140,12 +140,11 @@ def release(cfg: DictConfig) -> None:
     that are empty, and put back the files of a run that has no new checkpoint.
     """
     root = Path(cfg.run.root)
-    for file, (text, changed, checkpoint) in _replaced.items():
+    for file, (text, checkpoint) in _replaced.items():
         with contextlib.suppress(OSError):
             own = file.parent == Path(cfg.run.dir)  # not of the sweep's trial before
             if own and checkpoint == resume.last_checkpoint(file.parent, cfg):
                 files.replace(file, text)
-                os.utime(file, ns=(changed, changed))  # older than the summary of a run that ended
     for folder in (Path(cfg.run.dir), *([root] if root in _new_roots else [])):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -204,7 +203,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     _replaced.clear()
     for file in (run_dir / "config.yaml", typed):
         if file.is_file():
-            _replaced[file] = file.read_text("utf-8", "replace"), file.stat().st_mtime_ns, last
+            _replaced[file] = file.read_text("utf-8", "replace"), last
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
     try:
         files.clear_parts(run_dir)
@@ -293,6 +292,7 @@ def read(run_dir: Path) -> DictConfig:
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     file = run_dir / "summary.json"
     try:
+        summary |= {run_state.TYPED: run_state.typed_bytes(run_dir)}
         files.replace(file, json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise NotSaved(

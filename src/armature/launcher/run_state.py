@@ -9,21 +9,27 @@ from typing import Any
 
 from armature.launcher import lock
 
+TYPED = "overrides_bytes"  # of summary.json: `typed_bytes` of the start that has written it
+
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return summary.json if the newest start has written it: each start writes overrides.txt
+    """Return summary.json if the newest start has written it: each start lengthens overrides.txt
     first.
     """
-    file, typed = path / "summary.json", path / "overrides.txt"
+    file = path / "summary.json"
     try:
         if not file.is_file():  # reading a pipe might never end
             return {}
-        if typed.exists() and file.stat().st_mtime < typed.stat().st_mtime:
-            return {}
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return found if found.get(TYPED, typed_bytes(path)) == typed_bytes(path) else {}
+    except (OSError, ValueError, RecursionError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def typed_bytes(path: Path) -> int:
+    """Return the length of overrides.txt: no time of a file, which a copy of the run may change."""
+    file = path / "overrides.txt"
+    return file.stat().st_size if file.is_file() else 0
 
 
 def state(path: Path, summary: dict[str, Any]) -> str:
