@@ -96,7 +96,9 @@ def test_a_trial_that_ended_before_it_had_values_fails_and_does_not_count(folder
 def test_an_interrupted_trial_is_resumed_with_its_values(folder):
     with pytest.raises(KeyboardInterrupt):
         begin(KeyboardInterrupt(), trials=2)
-    values = opened(folder).trials[0].params
+    moved = folder.rename(folder.with_name("moved"))
+    values = opened(moved).trials[0].params
+    moved.rename(folder)
     launcher = begin(trials=2)
     assert [number for number, _ in launcher.begun] == [0, 1]
     assert f"optimizer.lr={values['optimizer.lr']}" in launcher.begun[0][1]

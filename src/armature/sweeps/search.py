@@ -132,7 +132,7 @@ def _trials(
     mine: set[int] = set()
     while True:
         with study_lock:  # no other process is between asking for a trial and giving it values
-            found = _interrupted(study, folder, [*distributions], mine)
+            found = _interrupted(study, folder, distributions.keys(), mine)
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
             study.sampler = _sampler(settings["sampler"], number=len(trials))
@@ -153,7 +153,7 @@ def _trials(
 
 
 def _interrupted(
-    study: Any, folder: Path, keys: list[str], mine: set[int]
+    study: Any, folder: Path, keys: Any, mine: set[int]
 ) -> tuple[Any, lock.Lock] | None:
     """Claim and return a trial that no process runs, and that this one has not run.
 
@@ -167,7 +167,7 @@ def _interrupted(
         trial = study.get_trials(deepcopy=False)[seen.number]
         # else its process told the result before it released the trial
         if trial.state == TrialState.RUNNING:
-            if all(key in trial.params for key in keys):
+            if keys <= trial.params.keys():
                 return trial, claim
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         claim.release()

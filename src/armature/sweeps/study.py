@@ -26,20 +26,17 @@ def load_optuna() -> Any:
         ) from error
 
 
-def has_study(folder: Path) -> bool:
-    """Return whether a sweep is a search."""
-    return (folder / JOURNAL).is_file()
-
-
 def open_study(folder: Path, *, mode: str = "min", create: bool = True) -> Any:
     """Return the study of a sweep's directory."""
     optuna = load_optuna()
     file = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
     storage = optuna.storages.JournalStorage(file)
+    # the folder's name when it was begun, which may be another now
+    name = next(iter(optuna.get_all_study_names(storage)), folder.name)
     if not create:
-        return optuna.load_study(study_name=folder.name, storage=storage)
+        return optuna.load_study(study_name=name, storage=storage)
     return optuna.create_study(
-        study_name=folder.name, storage=storage, direction=f"{mode}imize", load_if_exists=True
+        study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
     )
 
 
@@ -48,7 +45,6 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
 
     ConfigError: there is none such.
     """
-    load_optuna()
     module = importlib.import_module(f"optuna.{kind}s")
     known = [
         each

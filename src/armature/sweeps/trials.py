@@ -147,7 +147,8 @@ def importance(sweep: Sweep) -> dict[str, float]:
     """
     from armature.sweeps import study
 
-    if not study.has_study(sweep.path) or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
+    is_search = (sweep.path / study.JOURNAL).is_file()
+    if not is_search or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
         return {}
     optuna, opened = study.load_optuna(), study.open_study(sweep.path, create=False)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
