@@ -16,11 +16,12 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
 WEIGHTS = {"model.weight": torch.ones(2)}
-HOW_TO_TRUST = "If you trust the file"
+WHOLE = storage.dumped({"state_dict": WEIGHTS})
 FILES = {
     "nothing": (b"", r"it is damaged, or not what torch.save writes. Restore it"),
-    "text": (b"hello", r"it is damaged, or not what torch.save writes"),
-    "half": (None, r"it is damaged, or not what torch.save writes"),
+    "text": (b"junk", r"it is damaged, or not what torch.save writes"),
+    "half": (WHOLE[:200], r"it is damaged, or not what torch.save writes"),
+    "without its end": (WHOLE[:-40], r"it is damaged, or not what torch.save writes"),
     "a list": ([1, 2], r"it has no state_dict with tensors"),
     "a tensor": (torch.ones(2), r"it has no state_dict with tensors"),
     "the weights alone": (WEIGHTS, r"it has no state_dict .*torch.save\("),
@@ -31,15 +32,10 @@ FILES = {
 @pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES)
 def test_a_file_without_a_state_dict_is_told_as_what_it_is(content, message, tmp_path):
     file = tmp_path / "x.pt"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        torch.save({"state_dict": WEIGHTS} if content is None else content, file)
-    if content is None:
-        file.write_bytes(file.read_bytes()[:200])
+    file.write_bytes(content if isinstance(content, bytes) else storage.dumped(content))
     with pytest.raises(ConfigError, match=message) as raised:
         lightning_file.read(file)
-    assert HOW_TO_TRUST not in str(raised.value)  # it is no matter of trust
+    assert "If you trust the file" not in str(raised.value)  # it is no matter of trust
 
 
 def test_a_pickle_of_another_program_is_refused_without_a_warning(tmp_path):
