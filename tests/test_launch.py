@@ -118,22 +118,29 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
 
 
 def test_a_trial_that_was_begun_with_other_values_is_refused(monkeypatch, tmp_path):
-    sweeps = SimpleNamespace(mode=RunMode.MULTIRUN)
-    hydra = SimpleNamespace(initialized=lambda: True, get=lambda: sweeps)
+    hydra = SimpleNamespace(
+        initialized=lambda: True, get=lambda: SimpleNamespace(mode=RunMode.MULTIRUN)
+    )
     monkeypatch.setattr(launch, "HydraConfig", hydra)
-    monkeypatch.setattr(launch.supervise, "run", lambda cfg: None)
-    trial = cli.compose(["seed=1", "trainer.accelerator=cpu"])
-    trial = run_dir.decide(trial, label="x", trial=f"{tmp_path}/sweep/0")
+    monkeypatch.setattr(launch.supervise, "run", print)
+    trial = run_dir.decide(
+        cli.compose(["seed=1", "trainer.accelerator=cpu"]), label="x", trial=f"{tmp_path}/sweep/0"
+    )
     before = trial.copy()
     before.seed, before.checkpoint.monitor = 0, "f1"
     run_dir.write(before, [])
-    begun = "holds a trial that was begun with other settings: checkpoint.monitor=f1 there, .*"
-    with pytest.raises(ConfigError, match=rf"{begun}seed=0 there, 1 here"):
+    with pytest.raises(
+        ConfigError, match=r"begun with .*: checkpoint.monitor=f1 .*seed=0 there, 1 "
+    ):
         launch._run(trial, [], alone=False)
     assert run_dir.read(Path(trial.run.dir)).seed == 0
-    typed = ["seed=0,1", f"run.root={tmp_path}/sweep", "run.name=0"]
-    (problem,) = explain_sweep(typed, lambda *_, **__: None)
-    assert f"{tmp_path}/sweep/0 holds a run, not a sweep. Type another run.name." in problem
+    before.run.dir = f"{tmp_path}/None"
+    run_dir.write(before, [])
+    typed = [f"run.root={tmp_path}", "seed=0,1"]
+    assert not explain_sweep(typed, dict)  # its name will be the time
+    assert explain_sweep([*typed, "run.name=None"], dict) == [
+        f"{tmp_path}/None holds a run, not a sweep. Type another run.name."
+    ]
     trial.run.dir = f"{tmp_path}/sweep"
     with pytest.raises(ConfigError, match=r"sweep holds a sweep, not a run. Type another run.name"):
         launch._run(trial, [], alone=False)

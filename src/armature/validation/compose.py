@@ -209,7 +209,7 @@ def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[st
                         raise ConfigError(_explain(made, typed))
                     if here:
                         check(made, overrides=typed)
-                    folder = Path(made.run.root, str(made.run.name))
+                    folder = Path(made.run.root, made.run.name or "")
                     if config.is_of_a_run(folder / "config.yaml"):
                         raise ConfigError(
                             f"{folder} holds a run, not a sweep. Type another run.name."
