@@ -202,5 +202,8 @@ def test_a_module_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
     (tmp_path / "needs_another.py").write_text("import nowhere_at_all\n")
     with pytest.raises(ConfigError, match=r"broken_by_hand.py:1: .*invalid syntax.*Correct the"):
         signatures.find_definition("broken_by_hand.A")
-    with pytest.raises(ConfigError, match=r"another.py:1: .*Install the package nowhere_at_all"):
+    with pytest.raises(
+        ConfigError,
+        match=r"another.py:1: .*Correct the import, or install the package nowhere_at_all",
+    ):
         signatures.find_definition("needs_another.A")

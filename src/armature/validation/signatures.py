@@ -93,8 +93,8 @@ def _imported(module: str) -> ModuleType | None:
         if f"{module}.".startswith(f"{missing}."):
             return None
         remedy = (
-            f"{error_line(error)}. Install the package {missing} (pip may have another name), "
-            "or correct the import."
+            f"{error_line(error)}. Correct the import, or install the package {missing} (pip may "
+            "have another name)."
         )
         raise ConfigError(f"{module}: {_place(error)}: {remedy}") from error
     except Exception as error:
