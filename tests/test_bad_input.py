@@ -32,6 +32,7 @@ def refused(typed: list[str], *words: str, cwd: Path, **environment: str) -> str
 
 CASES = {
     "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
+    "a nameless callback": (["+callbacks._target_=a.B"], ["is no NAME: {_target_: package.Cl"]),
     "not key=value": (["trainer.devices"], ["key=value"]),
     "not one of the choices": (
         ["trainer.precision=bf16"],

@@ -22,7 +22,6 @@ FILES = {
     "text": (b"junk", r"it is damaged, or not what torch.save writes"),
     "half": (WHOLE[:200], r"it is damaged, or not what torch.save writes"),
     "without its end": (WHOLE[:-40], r"it is damaged, or not what torch.save writes"),
-    "a list": ([1, 2], r"it has no state_dict with tensors"),
     "a tensor": (torch.ones(2), r"it has no state_dict with tensors"),
     "the weights alone": (WEIGHTS, r"it has no state_dict .*torch.save\("),
     "no weights": ({"state_dict": {}}, r"it has no state_dict with tensors"),

@@ -303,8 +303,8 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
                     if option
                     else ""
                 )
-                remedy = f"Remove it, or type {listed}+{group}.{name}._target_=package.Class"
-                yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
+                remedy = f"Remove it, or type {listed}+{group}.NAME._target_=package.Class"
+                yield f"{group}.{name}={node!r}: is no NAME: {{_target_: package.Class}}. {remedy}."
     for group in config.OF_ONE_CLASS:
         node = cfg.get(group, {"_target_": None})
         if not (isinstance(node, dict) and "_target_" in node) and (node or group != "scheduler"):
@@ -335,8 +335,8 @@ def _role_problems(
     if group in PASSED and not partial:
         given = node.get("_partial_")
         return [
-            f"{path}._partial_={given}: the task calls it with its parameters. Type "
-            f"{path}._partial_=true."
+            f"{path}._partial_={given}: the task calls it with its parameters. Write _partial_: "
+            f"true into its file, or type ++{path}._partial_=true."
         ]
     if partial and group not in PASSED and group != "model":
         return [
