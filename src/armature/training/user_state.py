@@ -44,7 +44,7 @@ _LOOKED_AT = 10_000  # of the numbers of a larger array
 _FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
 
@@ -273,14 +273,15 @@ class _Items(MutableMapping[str, Any]):
 
 def _holds_objects(value: Any) -> bool:
     """Return whether a container holds what comes back only into an object that is there."""
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, _CONTAINERS):
+    if not isinstance(value, _CONTAINERS):
         is_value = isinstance(value, np.generic | np.ndarray | Tensor)
         return not is_value and type(value).__module__ != "builtins"
-    elif hasattr(value, "_fields"):
-        return True
-    return any(map(_holds_objects, itertools.islice(value, _MOST_PARTS)))
+    some = itertools.islice(_items_of(value), _MOST_PARTS)
+    return hasattr(value, "_fields") or any(map(_holds_objects, some))
+
+
+def _items_of(container: Any) -> Any:
+    return container.values() if isinstance(container, Mapping) else container
 
 
 def _is_users(value: Any, package: str) -> bool:
@@ -342,13 +343,11 @@ def _with_state(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], 
 
 
 def _needs_its_type(value: Any) -> bool:
-    if isinstance(value, np.generic):  # a Python number will do
-        return False
-    named = isinstance(value, tuple) and hasattr(value, "_fields")
-    return named or isinstance(value, _CONVERTED) or _with_state(value) is not None
+    typed = hasattr(value, "_fields") or isinstance(value, _CONVERTED) or _with_state(value)
+    return bool(typed) and not isinstance(value, np.generic)  # a Python number will do
 
 
-def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
+def _mark(value: Any) -> object:
     """Return a digest of a value that can be saved; of another one, what tells whether it changes:
     its identity and length, or for an iterator an object that equals nothing. None: it is no state.
     """
@@ -356,28 +355,30 @@ def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
         return repr(value).encode()
     if isinstance(value, Iterator):
         return None if isinstance(value, io.IOBase) else object()
+    held = isinstance(value, _CONTAINERS)
     try:
         if _holds_weights(value):
             return None
-        held = isinstance(value, (Mapping, *_CONTAINERS)) and not hasattr(value, "_fields")
-        if held and _holds_objects(value):  # their state is looked at by itself
+        objects = held and not hasattr(value, "_fields") and _holds_objects(value)
+        if objects and len(value) <= _MOST_ITEMS:  # their state is looked at by itself
             return id(value), len(value)
-        if _is_small(value):
+        if not objects and _is_small(value):
             return digest(_plain(value))
     except Exception:  # it cannot be made plain, or a method of a user's class fails
         pass
     # too large: what changes in place is named, too
     if isinstance(value, nn.Module):
         return id(value), sum(map(_version, (*value.parameters(), *value.buffers())))
-    if isinstance(value, Tensor):
-        return id(value), _version(value)
+    if isinstance(value, Tensor):  # its first and last numbers: `.data = …` is no new version
+        return id(value), _version(value), str(value)
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         some = value.flat[:: value.size // _LOOKED_AT + 1]
         return id(value), hash(some.tobytes())
-    containers = (Mapping, *_CONTAINERS)
-    if isinstance(value, (np.ndarray, *containers)) or _with_state(value):
-        return id(value), len(value) if isinstance(value, containers) else 0
-    return None
+    if held:
+        some = itertools.islice(_items_of(value), _MOST_ITEMS)
+        marks = [id(each) if isinstance(each, _CONTAINERS) else _mark(each) for each in some]
+        return id(value), len(value), marks
+    return id(value) if isinstance(value, np.memmap) or _with_state(value) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -403,11 +404,9 @@ def _kept(value: Any) -> _Kept:
 
 def _holds_weights(value: Any) -> bool:
     """Return whether a value is a list or dict of a model's weights, which the model restores."""
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, _CONTAINERS):
+    if not isinstance(value, _CONTAINERS):
         return isinstance(value, nn.Parameter)
-    return any(map(_holds_weights, itertools.islice(value, 100)))
+    return any(map(_holds_weights, itertools.islice(_items_of(value), 100)))
 
 
 def _is_small(value: Any) -> bool:
@@ -416,13 +415,11 @@ def _is_small(value: Any) -> bool:
         each = waiting.pop()
         if isinstance(each, nn.Module):
             waiting += [*each.parameters(), *each.buffers()]
-        elif isinstance(each, (Mapping, *_CONTAINERS)):
+        elif isinstance(each, _CONTAINERS):
             parts += len(each)
-            if parts > _MOST_PARTS:
-                return False
-            waiting += each.values() if isinstance(each, Mapping) else each
+            waiting += _items_of(each)
         size += len(each) if isinstance(each, str | bytes) else getattr(each, "nbytes", 0)
-        if size > _MOST_BYTES:
+        if parts > _MOST_PARTS or size > _MOST_BYTES:
             return False
     return True
 
@@ -451,7 +448,7 @@ def _like(own: Any, value: Any) -> Any:
     elif isinstance(own, set) and isinstance(value, set):
         own.clear()
         own.update(value)
-    elif isinstance(own, tuple) and hasattr(own, "_fields"):
+    elif hasattr(own, "_fields"):
         return type(own)(*value)
     elif isinstance(own, _CONVERTED):
         kind: Any = type(own)
