@@ -24,6 +24,12 @@ class Rows(L.LightningDataModule):
 
     test_dataloader = train_dataloader
 
+    def state_dict(self):
+        return {"saved": True}
+
+    def load_state_dict(self, state_dict):
+        vars(self).update(state_dict)
+
 
 class MakesLayers(L.LightningModule):
     """Makes them anew whenever it is asked."""
@@ -71,7 +77,8 @@ def test_weights_of_the_modules_and_a_callbacks_layers_are_loaded_once_setup_was
     loaded, read = task_and_weights(cfg, checkpoint)
     strategy = WithWeights(torch.device("cpu"), read)
     test = trainer(strategy=strategy, callbacks=build_callbacks(cfg))
-    (measured,) = test.test(loaded, datamodule=Rows(), verbose=False)
+    (measured,) = test.test(loaded, datamodule=(rows := Rows()), verbose=False)
+    assert rows.saved  # pyright: ignore[reportAttributeAccessIssue]
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
     with pytest.raises(

@@ -32,6 +32,7 @@ from armature.checkpoint import (
 )
 from armature.data import feed
 from armature.data.samples import preserved_generators, seed_generators
+from armature.data.text import TokenData
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
@@ -310,8 +311,8 @@ def _read(
 
 
 class WithWeights(SingleDeviceStrategy):
-    """Gives the task its weights, and callbacks what the checkpoint holds for them, once the
-    Trainer has called `setup` of both, which may make layers.
+    """Gives the task its weights, and callbacks and data what the checkpoint holds for them, once
+    the Trainer has called `setup` of all, which may make layers.
 
     Args:
         read: of `task_and_weights`.
@@ -332,10 +333,13 @@ class WithWeights(SingleDeviceStrategy):
         states = saved.get("callbacks") or {}
         for callback in trainer.callbacks if saved else ():  # pyright: ignore[reportAttributeAccessIssue]
             callback.on_load_checkpoint(trainer, trainer.lightning_module, saved)
-            if isinstance(callback, feed.Feed):  # the position in the training data
-                continue
-            if (found := states.get(callback.state_key)) is not None:
+            # not the position in the training data
+            if not isinstance(callback, feed.Feed) and (found := states.get(callback.state_key)):
                 callback.load_state_dict(found)
+        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        # tokens may be others than those of the training
+        if not isinstance(data, TokenData) and (found := saved.get(type(data).__qualname__)):
+            data.load_state_dict(found)
         _put_back(trainer.lightning_module, saved, trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         super().setup(trainer)
 

@@ -40,17 +40,6 @@ def test_evaluation_windows_have_each_token_but_the_first_as_target_once(size, c
     assert (batch["inputs"] >= 0).all()
 
 
-@pytest.mark.parametrize("grown", [False, True])
-def test_a_trained_model_reads_text_with_its_own_tokens(corpus, tmp_path, grown):
-    text_data(corpus).save_assets(tmp_path)
-    (file := tmp_path / "code.txt").write_text("import math\n" * 900)
-    paths = [corpus.path, str(file)] if grown else corpus.path
-    now = text_data(Corpus(paths, vocab_size=320, cache_dir=corpus.cache_dir))
-    now.load_assets(tmp_path)
-    assert now.tokenizer.get_vocab() == corpus.loaded_tokenizer.get_vocab()
-    assert grown or now.source.folder == corpus.folder  # nothing is prepared twice
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_bits_per_byte_are_exact(corpus, split):
     """A uniform model needs log2(V) bits for every target, in any windows and batches."""
@@ -66,14 +55,22 @@ def test_bits_per_byte_are_exact(corpus, split):
     )
 
 
-def test_resume_on_other_tokens_is_refused(corpus, tmp_path):
-    state = text_data(corpus).state_dict()
-    text_data(corpus).load_state_dict(state)
+def test_other_text_is_refused_in_a_resume_and_measured_with_the_model_s_tokens(corpus, tmp_path):
+    trained = text_data(corpus)
+    trained.save_assets(tmp_path)
     path = tmp_path / "other.txt"
     path.write_text("something else\n" * 2000)
-    other = Corpus(str(path), vocab_size=320, cache_dir=str(tmp_path / "cache"))
+    same, other = (
+        text_data(Corpus(each, vocab_size=320, cache_dir=corpus.cache_dir))
+        for each in (corpus.path, str(path))
+    )
+    for data in (same, other):
+        data.load_assets(tmp_path)
+        assert data.tokenizer.get_vocab() == trained.tokenizer.get_vocab()
+    assert same.source.folder == corpus.folder  # nothing is prepared twice
+    same.load_state_dict(trained.state_dict())
     with pytest.raises(ConfigError, match=r"made with other tokens .* type another run.name"):
-        text_data(other).load_state_dict(state)
+        other.load_state_dict(trained.state_dict())
 
 
 @pytest.mark.slow

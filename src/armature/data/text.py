@@ -40,6 +40,10 @@ class TokenData(DataModule):
         self.tokens_per_sample = context
 
     @override
+    def dataset(self, split: Split) -> Dataset[Any] | None:
+        return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
+
+    @override
     def prepare_data(self) -> None:
         self.source.prepare()
 
@@ -121,10 +125,6 @@ class TextData(TokenData):
     """
 
     source: Corpus
-
-    @override
-    def dataset(self, split: Split) -> Dataset[Any]:
-        return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
 
     @property
     def vocab_size(self) -> int:

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
-from typing_extensions import override
 
 from armature.data import cache
 from armature.data import tokenizer as tokenizers
-from armature.data.base import Split
-from armature.data.text import TokenData, Windows
+from armature.data.text import TokenData
 from armature.errors import ConfigError
 
 _CHECKED_FIRST = 1 << 20  # tokens of each split that are checked before a run
@@ -124,7 +121,3 @@ class TokenFileData(TokenData):
     """Windows of tokens that another tool has written."""
 
     source: TokenFiles
-
-    @override
-    def dataset(self, split: Split) -> Dataset[Any]:
-        return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
