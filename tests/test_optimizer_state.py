@@ -14,6 +14,11 @@ from armature.errors import ConfigError
 T = torch.ones(2)
 
 
+def sgd():
+    weight = torch.nn.Parameter(T.clone())
+    return weight, torch.optim.SGD([weight], lr=0.1)
+
+
 # ---------------------------------------------------------------- parameter groups
 def saved_groups(optimizer, names):
     return optimizers.param_groups(optimizer, optimizers.group_names(optimizer, names))
@@ -23,11 +28,10 @@ def saved_groups(optimizer, names):
     "own", [{"initial_weight_decay": 0.5}, {"names": ["weight"], "added": True}]
 )
 def test_keys_that_users_put_into_a_group_come_back(own):
-    weight = torch.nn.Parameter(T.clone())
-    names, optimizer = {weight: "w"}, torch.optim.SGD([weight], lr=0.1)
+    weight, optimizer = sgd()
     optimizer.param_groups[0] |= {"lr": 0.025, **own}
     resumed = torch.optim.SGD([weight], lr=0.1)
-    optimizers.restore_groups(resumed, [["w"]], saved_groups(optimizer, names))
+    optimizers.restore_groups(resumed, [["w"]], saved_groups(optimizer, {weight: "w"}))
     assert resumed.param_groups[0] == optimizer.param_groups[0]
 
 
@@ -37,7 +41,7 @@ def test_groups_without_parameters_get_their_settings_back():
             [{"params": [], "lr": 0.3}, {"params": [weight]}, {"params": []}], lr=0.1
         )
 
-    weight = torch.nn.Parameter(T.clone())
+    weight, _ = sgd()
     names, optimizer, resumed = {weight: "w"}, make(), make()
     for group in optimizer.param_groups:
         group["lr"] /= 4
@@ -63,11 +67,12 @@ class Wrapping(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
-def stepped(weight, make, *, lr):
+def stepped(make):
+    weight, _ = sgd()
     optimizer = make([weight])
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    weight.grad = torch.ones_like(weight)
+        group["lr"] = 0.025
+    weight.grad = T
     optimizer.step()
     return optimizer
 
@@ -77,9 +82,9 @@ def test_groups_and_states_that_optimizers_share_stay_shared(shares_state):
     def make(params):
         return Wrapping(params, shares_state=shares_state)
 
-    saved = optimizers.whole_state(stepped(torch.nn.Parameter(torch.ones(2)), make, lr=0.025))
+    saved = optimizers.whole_state(stepped(make))
     assert bool(saved[optimizers.INNER]) != shares_state
-    weight = torch.nn.Parameter(torch.zeros(2))
+    weight, _ = sgd()
     optimizer = make([weight])
     optimizers.load_whole(optimizer, plain.restored(plain.plain(saved)))
     assert optimizer.base.state[weight]["step"] == 1
@@ -104,11 +109,6 @@ def test_a_state_that_is_saved_whole_keeps_its_type_and_what_belongs_to_no_weigh
 
 
 # ---------------------------------------------------------------- containers in the entries
-def sgd():
-    weight = torch.nn.Parameter(T.clone())
-    return weight, torch.optim.SGD([weight], lr=0.1)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -153,12 +153,15 @@ def test_entries_that_would_come_back_otherwise_are_refused(value):
 
 
 # ---------------------------------------------------------------- weights without state
-def trained(steps, folder=None):
-    """Train one layer for two steps, then both; with a folder save and load after the first two."""
+def trained(steps, folder=None, dtype=torch.float32):
+    """Train one layer for two steps, then both; with a folder save and load after the first two,
+    into weights of a type.
+    """
 
     def step(module, optimizer, layers):
         optimizer.zero_grad()
-        sum((module[layer](torch.ones(2, 3)) ** 2).mean() for layer in layers).backward()
+        inputs = torch.ones(2, 3).to(module["a"].weight)
+        sum((module[layer](inputs) ** 2).mean() for layer in layers).backward()
         optimizer.step()
 
     def made():
@@ -175,6 +178,7 @@ def trained(steps, folder=None):
         groups = saved_groups(optimizer, names)
         CheckpointWriter().save(folder / "step=2", tensors, {})
         module, optimizer = made()
+        module.to(dtype)
         state.read_weights(folder / "step=2", module, in_place=True)
         saved = [{"param_groups": groups}]
         optimizers.load_optimizers(folder / "step=2", module, [optimizer], saved=saved)
@@ -194,8 +198,10 @@ def trained(steps, folder=None):
 )
 def test_a_weight_that_trains_later_has_no_state_of_steps_that_it_has_not_made(tmp_path, make):
     resumed = trained(make, tmp_path)
+    narrow = trained(make, tmp_path / "bf16", torch.bfloat16)  # typed at the resume
     for name, value in trained(make).items():
         assert torch.equal(value, resumed[name]), name
+        assert torch.allclose(value, narrow[name].float(), atol=0.03), name
 
 
 def test_a_rate_is_the_saved_one_in_proportion_to_what_is_typed():

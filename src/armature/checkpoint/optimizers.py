@@ -211,7 +211,7 @@ def add_groups(
     """Add the groups that a hook had added while the run trained, unless a hook has already added
     them again.
     """
-    own = {param for param, _ in _params(optimizer)}
+    own = dict(_params(optimizer))
     for group in saved:
         params = [p for p, name in names.items() if name in group[NAMES] and p not in own]
         if params and ADDED in group:
@@ -266,7 +266,7 @@ def load_optimizers(
     *,
     saved: Sequence[Mapping[str, Any]],
     built: Sequence[Sequence[Mapping[str, Any]]] = (),
-    extra: dict[str, Tensor] | None = None,
+    extra: Mapping[str, Tensor] = {},
 ) -> dict[Tensor, Tensor]:
     """Load the optimizers' state, and return the gradients that were saved with it, by parameter.
 
@@ -279,12 +279,12 @@ def load_optimizers(
     """
     held = storage.read_metadata(checkpoint).state_dict_metadata
     names = state.parameter_names(module)
-    targets: dict[str, Any] = {name: value for name, value in (extra or {}).items() if name in held}
+    targets: dict[str, Any] = {name: value for name, value in extra.items() if name in held}
     gradients: dict[Tensor, Tensor] = {}
-    places: list[tuple[dict[Any, Any], Any, Tensor, str]] = []  # where values go, and their names
+    places: list[tuple[Any, Any, Tensor, str]] = []  # where values go, and their names
     for param, name in names.items() if optimizers else ():
         if (key := f"{GRADIENTS}{name}") in held:
-            targets[key] = _target(param, {}, held[key])
+            targets[key] = _target(param, {}, held[key], held.get(name))
             places.append((gradients, param, param, key))
     for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=False)):
         now = built[index] if index < len(built) else ()
@@ -299,7 +299,7 @@ def load_optimizers(
         for param, group in _params(optimizer):
             for full in own.get(names[param], ()):
                 name = full.rpartition(".")[2]
-                targets[full] = _target(param, group, held[full], name)
+                targets[full] = _target(param, group, held[full], held.get(names[param]), name)
                 places.append((optimizer.state[param], key_of(name), param, full))
         restore_groups(optimizer, group_names(optimizer, names), entry["param_groups"], now)
     storage.read_tensors(checkpoint, targets)
@@ -320,12 +320,21 @@ def _check_class(checkpoint: Path, optimizer: Optimizer, saved: str | None) -> N
         )
 
 
-def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str = "") -> Tensor | None:
-    """Return what to read an entry into: a tensor of the weight's size is sharded as the weight."""
+def _target(
+    param: Tensor, group: Mapping[str, Any], saved: Any, weight: Any, name: str = ""
+) -> Tensor | None:
+    """Return what to read an entry into: a tensor of the weight's size is sharded as the weight.
+
+    What had the type of the saved `weight` gets that of the parameter, which the precision or
+    DeepSpeed, whose weights are fp32, may have changed: optimizers refuse to mix types.
+    """
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype, size = saved.properties.dtype, saved.size
-    if name == "step" and size != param.shape and not counts_on_device(group):
+    if name != "step":  # which torch keeps as it is, too
+        if weight and dtype == weight.properties.dtype:
+            dtype = param.dtype
+    elif size != param.shape and not counts_on_device(group):
         return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
     return _zeros(param, size, dtype)
 
@@ -391,12 +400,16 @@ def refuse_parts(optimizer: Any) -> None:
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
-    found: dict[str, Any] = {}
+    found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         several = value if type(value) is dict else dict(enumerate(value)) if type(value) in (
             list, tuple) else {"": value}  # fmt: skip
-        found |= {f"{name}.{place}": each for place, each in several.items()}
-    return {name: each for name, each in found.items() if isinstance(each, Optimizer)}
+        found |= {
+            f"{name}.{place}": each
+            for place, each in several.items()
+            if isinstance(each, Optimizer)
+        }
+    return found
 
 
 def whole_state(optimizer: Optimizer, built: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -451,4 +464,4 @@ def _load_in_place(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             moved["step"] = entry["step"]
         optimizer.state[param if key in by_number else key] = moved
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in new.items() if key != "params"})
+        group.update(new | {"params": group["params"]})
