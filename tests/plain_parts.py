@@ -24,7 +24,7 @@ class Pairs(Dataset):
 
 
 class Data(L.LightningDataModule):
-    def __init__(self, count=16, held_out=6, batch_size=2):
+    def __init__(self, count=16, held_out=6, batch_size=2, fold=None):
         super().__init__()
         self.save_hyperparameters()
 
@@ -32,7 +32,7 @@ class Data(L.LightningDataModule):
         return DataLoader(Pairs(self.hparams.count), batch_size=self.hparams.batch_size)
 
     def val_dataloader(self):
-        return DataLoader(Pairs(self.hparams.held_out), batch_size=2)
+        return DataLoader(Pairs(self.hparams.held_out), 2)
 
     test_dataloader = predict_dataloader = val_dataloader
 

@@ -70,7 +70,7 @@ class Run:
 
     def attribute(self, group: str, name: str) -> Any:
         """Return a class attribute of what a group names."""
-        return signatures.class_attribute(str((self.cfg.get(group) or {}).get("_target_")), name)
+        return signatures.class_attribute(str(self[f"{group}._target_"]), name)
 
     @cached_property
     def methods(self) -> str:
@@ -270,7 +270,12 @@ RULES: dict[str, Rules] = {
     ],
     "data.fold": [
         (
-            lambda r: r["data.folds"] is None,
+            # a class that takes fold alone counts its folds itself
+            lambda r: (
+                not r["data.folds"]
+                and signatures.parameters_of(r["data._target_"]).keys() & batching.FOLD_KEYS
+                != {"fold"}
+            ),
             f": of how many? Type data.folds=5, {_FOLDS}",
         ),
         (

@@ -268,17 +268,13 @@ def argument_problems(
     target, signature = node["_target_"], signature_of(definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
         of_feed = signature_of(feed)
-        for key in (each for each in LOADER_KEYS if each not in signature.parameters):
-            signature.parameters[key], signature.shown[key] = (
-                of_feed.parameters[key],
-                of_feed.shown[key],
-            )
+        for key in (each for each in LOADER_KEYS + FOLD_KEYS if each not in signature.parameters):
+            signature.parameters[key] = of_feed.parameters[key]
+            signature.shown[key] = of_feed.shown[key]
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS or f"{path}.{key}" in known:
             continue
-        if key in FOLD_KEYS and path == "data" and key not in signature.parameters:
-            continue  # data/folds.py
         if key not in signature.parameters:
             if not signature.open and key not in signature.mentioned:
                 names = [f"{path}.{name}" for name in signature.parameters]
