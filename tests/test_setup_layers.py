@@ -25,7 +25,7 @@ class Rows(L.LightningDataModule):
     test_dataloader = train_dataloader
 
     def state_dict(self):
-        return {"saved": True}
+        return {"saved": 1}
 
     def load_state_dict(self, state_dict):
         vars(self).update(state_dict)
@@ -51,8 +51,6 @@ def trainer(**options) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=1,
         enable_checkpointing=False,
         **options,

@@ -268,10 +268,13 @@ def test_images_of_mixed_modes_have_the_brightness_they_show(hf, tmp_path, strea
     images = grey_images(40)
     if mode == "RGB":
         images[1] = Image.new("RGB", (4, 4), (9, 80, 200)).quantize(4)
-    data = hf(path=image_rows(tmp_path, images), inputs="x", streaming=streaming, image_mode=mode)
-    for image, sample in zip(images, data.dataset("train"), strict=True):
-        expected = np.array(image.convert(mode or "L"), np.float32).reshape(4, 4, -1) / 255
-        assert np.array_equal(sample["inputs"].numpy(), expected.transpose(2, 0, 1))
+    path = image_rows(tmp_path, images)
+    for typed in (mode, None):
+        data = hf(path=path, inputs="x", streaming=streaming, image_mode=typed)
+        data.saved = {"image_mode": [mode] * (typed != mode)}  # of the images in training
+        for image, sample in zip(images, data.dataset("train"), strict=True):
+            expected = np.array(image.convert(mode or "L"), np.float32).reshape(4, 4, -1) / 255
+            assert np.array_equal(sample["inputs"].numpy(), expected.transpose(2, 0, 1))
 
 
 @pytest.mark.guarantee

@@ -71,7 +71,6 @@ class HFData(LabeledData):
             )
         # rows by split, since a name on the hub is looked up at each load
         self._loaded: dict[str, Any] = {}
-        self._mode = image_mode  # that all images are read in
 
     @override
     def dataset(self, split: Split) -> Any:
@@ -98,16 +97,19 @@ class HFData(LabeledData):
         images = [each for each in inputs if isinstance((rows.features or {}).get(each), image)]
         for column in images:  # else a damaged one is no answer that names it
             rows = rows.cast_column(column, image(decode=False))
-        if images and self._mode is None:
-            for first in rows.take(1):
-                self._mode = pixels.mode_of(_opened(image(), first[images[0]], where))
+        mode = self.image_mode
+        if images and mode is None:  # all are read in that of the first in training
+            modes = self.known.setdefault("image_mode", [])
+            for first in rows.take(0 if modes else 1):
+                modes.append(pixels.mode_of(_opened(image(), first[images[0]], where)))
+            mode = "".join(modes)
         read = Reader(
             where=where,
             inputs=self.inputs,
             targets=targets if has_targets else None,
             numbers=numbers,
             images=dict.fromkeys(images, image()),
-            mode=self._mode or "RGB",
+            mode=mode or "RGB",
             mode_is_typed=self.image_mode is not None,
         )
         used = dict.fromkeys([*inputs, targets] if has_targets else inputs)
@@ -123,7 +125,7 @@ class HFData(LabeledData):
     @override
     def found_sizes(self) -> dict[str, int]:
         found = super().found_sizes
-        if found or self.streaming or not self.splits.get("train"):
+        if "classes" in found or self.streaming or not self.splits.get("train"):
             return found
         rows = self._load("train")
         kind = str(getattr((rows.features or {}).get(self.targets), "dtype", None))
