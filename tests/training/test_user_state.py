@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
 from armature.checkpoint import plain
@@ -36,7 +37,7 @@ class Meter:
 
 
 class Noise(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rng = np.random.default_rng(1)
 
@@ -44,20 +45,21 @@ class Noise(nn.Module):
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1))
+        self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout())
         self.register_buffer("table", torch.zeros(2), persistent=False)
         self.norms, self.seen, self.best = [1.0], {"b", "a"}, {"x": (1, None)}
         self.queue, self.generator = deque([1], maxlen=3), torch.Generator()
         self.replay = [user_state._Kept(1, False)]
         self.python, self.array, self.score = random.Random(0), np.zeros(3), None
-        self.criterion, self.meter, self.color = Loss(), Meter(), Color.RED
+        self.points, self.meter = TensorDataset(torch.zeros(2)), Meter()
+        self.criterion, self.color = Loss(), Color.RED
         self.large, self.folder = [torch.zeros(2_000_000), *[Meter()] * 1_000], Path("a")
 
 
 class Counts(L.Callback):
     bad = 0  # becomes an attribute of the object when it is counted
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.mean = MeanMetric()
 
 
@@ -65,7 +67,7 @@ class Slow(torch.optim.SGD):
     steps = 0
 
     def __init__(self, params):
-        super().__init__(params, lr=0.1)
+        super().__init__(params)
         self.inner = torch.optim.SGD(self.param_groups)
 
 
@@ -82,7 +84,7 @@ def trainer_of(module: Any, *callbacks: Any) -> Any:
 
 
 def change(trainer: Any) -> None:
-    module = trainer.lightning_module
+    module, callback, optimizer = trainer.lightning_module, *trainer.callbacks, *trainer.optimizers
     module.norms.append(2.0)
     module.seen.add("c")
     module.best["y"] = (2, [3])
@@ -99,11 +101,11 @@ def change(trainer: Any) -> None:
     module.criterion.center += 1
     module.meter.count += 4
     module.color, module.folder, module.score = Color.BLUE, Path("b"), np.float64(0.5)
-    module.new = {"made": torch.ones(2)}
-    trainer.callbacks[0].bad += 1
-    trainer.callbacks[0].mean.update(3.0)
-    trainer.optimizers[0].steps += 2
-    trainer.optimizers[0].param_groups[0]["lr"] = 0.2
+    module.new = module.points.tensors = {"made": 1}
+    callback.bad += 1
+    callback.mean.update(3.0)
+    optimizer.steps += 2
+    optimizer.param_groups[0]["lr"] = 0.2
     trainer.datamodule.difficulty = 3
     trainer.gradient_clip_val = 0.5
 
@@ -114,11 +116,11 @@ def values(trainer: Any) -> list[Any]:
         module.norms, module.seen, module.best, module.queue, module.color, module.folder,
         module.net[2].training, module.net[0].weight.requires_grad,
         module.array.tolist(), module.net[2].p, module.table.tolist(), module.score, module.replay,
-        module.criterion.center.tolist(), module.meter, module.new["made"].tolist(),
-        callback.bad, float(callback.mean.compute()),
+        module.criterion.center.tolist(), module.meter, module.points.tensors, module.new,
+        callback.bad, callback.mean.compute(),
         optimizer.steps, trainer.datamodule.difficulty, trainer.gradient_clip_val,
         module.python.random(), module.net[1].rng.random(),
-        torch.rand(1, generator=module.generator).item(),
+        torch.rand(1, generator=module.generator),
     ]  # fmt: skip
 
 

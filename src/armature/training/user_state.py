@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
 
 from armature import errors
 from armature.checkpoint import optimizers, plain
@@ -286,9 +287,10 @@ def _items_of(container: Any) -> Any:
 
 def _is_users(value: Any, package: str) -> bool:
     """Return whether a value is an object of a class of the user's, or of the owner's package,
-    whose attributes count. Those of installed packages keep what is theirs.
+    whose attributes count. Those of installed packages keep what is theirs; a TensorDataset has
+    nothing but users' samples, such as points or labels that training moves.
     """
-    if isinstance(value, Namespace | SimpleNamespace):
+    if isinstance(value, Namespace | SimpleNamespace | TensorDataset):
         return True
     if isinstance(value, type | enum.Enum | Iterator) or _with_state(value):
         return False
