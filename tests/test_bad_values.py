@@ -420,14 +420,14 @@ def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
     typed = [
         "trainer.devices=${oc.env:NOT_SET_HERE}",
         "trainer.max_steps=${trainer.max_steps}",
-        "data.context=${no.such}",  # to which model.context refers
+        "data.context=${lr}",  # to which model.context refers
     ]
     with pytest.raises(ConfigError) as error:
         check(prefer_typed(cli.compose(typed), typed), prepare=False)
-    assert sorted(each.partition(". Type")[0] for each in error.value.problems) == [
-        "data.context: it is ${no.such}, and there is no key 'no.such'",
-        "trainer.devices: the environment has no NOT_SET_HERE",
-        "trainer.max_steps: it refers to itself",
+    assert sorted(each.partition(" Type NOT")[0] for each in error.value.problems) == [
+        "data.context: it is ${lr}, and there is no key 'lr'. Type data.context=… for its value.",
+        "trainer.devices: the environment has no NOT_SET_HERE.",
+        "trainer.max_steps: it refers to itself. Type trainer.max_steps=… for its value.",
     ]
 
 

@@ -237,8 +237,9 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
                 f"{path}: it is {name}, which these data do not have. Type task=… and model=… for "
                 f"them (docs/data.md), or {path}=…."
             ]
-        remedy = foreign_keys.remedy(name) or f"Type {path}=… for its value."
-        return [f"{path}: it is {value}, and there is no key '{name}'. {remedy}"]
+        return [
+            f"{path}: it is {value}, and there is no key '{name}'. Type {path}=… for its value."
+        ]
     if isinstance(error, InterpolationKeyError):
         return []  # what it refers to is told by itself
     for name in re.findall(r"\$\{oc\.env:(\w+)\}", value):

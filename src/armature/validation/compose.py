@@ -28,7 +28,7 @@ from armature import config
 from armature.errors import ConfigError
 from armature.project import FOLDERS
 from armature.sweeps import space
-from armature.validation import foreign_keys, signatures, values
+from armature.validation import foreign_keys, signatures, usage, values
 from armature.validation.composing import composing
 
 MOST_VALUES = 50  # of a sweep that are tried
@@ -341,7 +341,7 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
             f"{override}: it takes no values from here. Type each key by itself, as in -m "
             "optimizer.lr=A,B."
         )
-    known = [*_keys(cfg), *groups]
+    known = [*_keys(cfg), *usage.GROUPS]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
         plain = parse_override(without)
