@@ -37,9 +37,9 @@ from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.strategies.base import StrategyMixin
 from armature.training import user_state
 from armature.training.errors import is_out_of_memory
-from armature.training.progress import feed_of
 from armature.training.restore_progress import RestoreProgress
 from armature.validation import targets, values
 from armature.validation.composing import instantiate
@@ -167,13 +167,6 @@ def load(
             f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}."
         )
     return task.to(device)
-
-
-def is_of_a_run(path: Path) -> bool:
-    """Return whether a path is a run directory or lies in one, whose configuration says which model
-    it is.
-    """
-    return resume.run_of(path) is not None
 
 
 @contextmanager
@@ -322,10 +315,7 @@ class WithWeights(SingleDeviceStrategy):
         super().__init__(device)
         self._read_weights = read
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        found = feed_of(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
-        return dataloader if found is None else found.replace(dataloader)
+    process_dataloader = StrategyMixin.process_dataloader
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

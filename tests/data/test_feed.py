@@ -30,10 +30,9 @@ from armature.data import feed as feeds
 from armature.data import iterable, same_data
 from armature.data.base import DataModule
 from armature.errors import ConfigError
-from armature.strategies.single import SingleDevice
-from armature.training.trainer import Trainer
 from tests.data import feeding
 from tests.data.feeding import Rank, feed, served
+from tests.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
@@ -531,17 +530,9 @@ class Ours(DataModule):
 def run(data, *callbacks, **settings):
     """Train for two epochs with our Trainer."""
     module, fed = Looks(), feed(data, **settings)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=SingleDevice(),
+    trainer = quiet_trainer(
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False,
         accumulate_grad_batches=fed.batches.accumulate,
         callbacks=[fed, *callbacks],
     )

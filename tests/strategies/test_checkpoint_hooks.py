@@ -73,7 +73,6 @@ class Module(L.LightningModule):
 
 def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     return L.Trainer(
-        strategy=SingleDevice(),
         accelerator="cpu",
         max_epochs=-1,
         logger=False,
@@ -82,7 +81,7 @@ def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Train
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
         callbacks=[*callbacks],
         default_root_dir=folder,
-        **{"max_steps": 2, **options},
+        **{"strategy": SingleDevice(), "max_steps": 2, **options},
     )
 
 
@@ -144,6 +143,12 @@ class Puts(Module):
         self.got = checkpoint["mine"]
 
 
+AS_THEY_ARE = (
+    collections.Counter("aab"), {(1, 2): {3}}, torch.bfloat16, torch.device("cpu"), 2**100, None,
+    1 + 2j,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -155,15 +160,9 @@ class Puts(Module):
         (Color.RED, "red"),
         (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
         (collections.defaultdict(lambda: [0], a=[1]), {"a": [1]}),
-        (collections.Counter("aab"), collections.Counter("aab")),
         (frozenset([1]), {1}),
-        ({(1, 2): {3}}, {(1, 2): {3}}),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.device("cpu"), torch.device("cpu")),
-        (2**100, 2**100),
-        (None, None),
         (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}),
-        (1 + 2j, 1 + 2j),
+        *((value, value) for value in AS_THEY_ARE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -175,16 +174,14 @@ def test_a_value_comes_back_plain(value, expected):
     assert type(found) is type(expected)
 
 
-UNHASHABLE = (
-    {frozenset({0, 1}): 3},
-    {frozenset({0, 1})},
-    {Fixed(1): 2},
-)  # as plain keys they would be sets, dicts
-
-
 @pytest.mark.parametrize(
-    "value", [nn.Linear, len, object(), slice(1), np.array([np.longdouble(1)]), *UNHASHABLE]
-)
+    "value",
+    [
+        nn.Linear, len, object(), slice(1), np.array([np.longdouble(1)]),
+        # as plain keys they would be sets, dicts
+        {frozenset({0, 1}): 3}, {frozenset({0, 1})}, {Fixed(1): 2},
+    ],
+)  # fmt: skip
 def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, value):
     with pytest.raises(
         ConfigError,
@@ -362,14 +359,7 @@ def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
         module = Module.load_from_checkpoint(tmp_path / checkpoint)
         assert module.layer.weight.shape == (6, 3)
     torch.testing.assert_close(module.state_dict(), straight, rtol=0, atol=0)
-    stock = L.Trainer(
-        accelerator="cpu",
-        max_steps=4,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    stock = trainer_for(tmp_path, strategy="auto", max_steps=4)
     again = Module(6)
     data = DataLoader(torch.ones(8, 3), batch_size=2)
     stock.fit(again, data, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", weights_only=True)

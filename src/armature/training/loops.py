@@ -167,7 +167,7 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, every = self.trainer, self.trainer.val_check_batch
         ended = self.last_batch_is_done
         # None: by the clock. This spares most steps a look at the hooks
-        if every and every != float("inf"):
+        if every:
             batches = (
                 self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
             )

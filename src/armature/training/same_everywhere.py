@@ -71,13 +71,15 @@ class SameEverywhere(Callback):
             return
         strategy = StrategyMixin.of(trainer)
         several_alike = strategy.world_size == strategy.data_size
+        saved = nn.Module.state_dict(strategy.module) if several_alike else {}
+        buffers = {n: each for n, each in strategy.module.named_buffers() if n in saved}
         own = {
             "stage": strategy.stage,
             "data rank": strategy.data_rank,
             "batch": self._batch,
             "facts": _facts(trainer, strategy),
             "weights": sums(strategy.replicated_weights() if strategy.replicates_weights else {}),
-            "buffers": sums(_buffers(strategy) if several_alike else {}),
+            "buffers": sums(buffers),
             "logged": _unsynced(trainer),
         }
         self._batch = None
@@ -167,13 +169,6 @@ def _facts(trainer: L.Trainer, strategy: StrategyMixin) -> dict[str, Any]:
         for group, options in enumerate(optimizer.param_groups):
             facts[f"the learning rate of {name}, group {group}"] = float(options.get("lr") or 0.0)
     return facts
-
-
-def _buffers(strategy: StrategyMixin) -> dict[str, Tensor]:
-    """Return the saved buffers."""
-    module: nn.Module = strategy.module
-    saved = nn.Module.state_dict(module).keys()
-    return {name: value for name, value in module.named_buffers() if name in saved}
 
 
 def _unsynced(trainer: L.Trainer) -> Sums:
