@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -315,6 +316,7 @@ def fit_and_test(run: Run) -> None:
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if name not in trainer.step_metrics.step_values and not name.endswith("_step")
+            if torch.as_tensor(value).numel() == 1
         } | _last_row(step_log)
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
 
 from armature.training.display import Bar, Display
 from tests.trainers import quiet_trainer
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Linear(4, 1)
+        self.net, self.each = torch.nn.Linear(4, 1), CatMetric()
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).square().mean()
@@ -33,6 +34,8 @@ class Module(L.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val/score", 0.5, prog_bar=True)
         self.log("val_loss", 0.25)
+        self.each(batch)
+        self.log("val/each", self.each, logger=False)  # several numbers
 
     def test_step(self, batch, batch_idx, dataloader_idx):
         pass

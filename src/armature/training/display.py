@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
 
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
@@ -49,7 +49,7 @@ class Display(Callback):
         self.print(self.start_line(trainer))
         # users' `model` may be a name or a method
         model = getattr(pl_module, "model", None)
-        parts = (model if isinstance(model, nn.Module) else pl_module).named_children()
+        parts = (model if isinstance(model, torch.nn.Module) else pl_module).named_children()
         counts = ((n, type(m).__name__, sum(p.numel() for p in m.parameters())) for n, m in parts)
         rows = ((name, kind, f"{count:,}") for name, kind, count in counts)
         self.print(_table([("part", "type", "parameters"), *rows]))
@@ -170,11 +170,14 @@ class Bar(Display, ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            found, known = trainer.callback_metrics, self._known
             # of this validation, whatever their names: values that it has replaced
-            new = (name for name in found if found[name] is not known.get(name))
-            names = sorted(name for name in new if name not in OF_STEPS)
-            values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)
+            new = {
+                name: float(value)
+                for name, value in trainer.callback_metrics.items()
+                if value is not self._known.get(name) and name not in OF_STEPS
+                if torch.as_tensor(value).numel() == 1
+            }
+            values = " ".join(f"{name} {new[name]:.4f}" for name in sorted(new))
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:

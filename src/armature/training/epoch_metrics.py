@@ -74,14 +74,6 @@ class Results(_ResultCollection):
         super().update_metrics(key, whole(value), batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies on the CPU, each of its own type: a float would become float32."""
-    return {
-        name: torch.tensor(float(value), dtype=value.dtype) if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
-
-
 @contextmanager
 def without_logging(*owners: Any) -> Iterator[None]:
     """Let `self.log` of a module, and of callbacks, do nothing."""
@@ -110,8 +102,8 @@ def collect(results: Results) -> Facts:
             "reduce_fx": metric.meta.reduce_fx.__name__,
             "sync": metric.meta.sync.should,
             "rank_zero_only": metric.meta.sync.rank_zero_only,
-            "newest": _to_device(metric._forward_cache, _CPU),
-            "state": _to_device(metric.metric_state, _CPU) if metric.is_tensor else None,
+            "newest": copied(metric._forward_cache),
+            "state": copied(metric.metric_state) if metric.is_tensor else None,
         }
         for key, metric in results.items()
         if not metric.has_reset
@@ -139,7 +131,7 @@ def restore(results: Results, saved: Facts, module: nn.Module, strategy: Any) ->
         own = results[key]
         for name, kept in (state or {}).items():
             setattr(own, name, kept.to(device))
-        own._forward_cache = _to_device(facts["newest"], device)
+        own._forward_cache = copied(facts["newest"], device)
         own.meta.sync.should = facts["sync"]
     results.restored, results.continues = frozenset(saved), bool(saved)
 
@@ -165,7 +157,7 @@ def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -
         name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)
     }
     return {
-        name: {"state": _to_device(_state_of(metric), _CPU), "updates": metric.update_count}
+        name: {"state": copied(_state_of(metric)), "updates": metric.update_count}
         for name, metric in metrics.items()
     }
 
@@ -290,7 +282,7 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
             new = value
             lost += [key] * (key in metric._reductions and len(values) > 1)
         if takes or key not in metric._reductions or reduction in _ALIKE:
-            setattr(metric, key, _to_device(new, metric.device))
+            setattr(metric, key, copied(new, metric.device))
     metric._update_count = sum(one["updates"] for one in found)
     if lost and takes:
         log.warning(
@@ -325,6 +317,6 @@ def _one_per_data_rank(of_ranks: list[Facts], data_ranks: Sequence[int]) -> list
     return [of_ranks[data_ranks.index(place)] for place in sorted(set(data_ranks))]
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def copied(value: Any, device: torch.device = _CPU) -> Any:
     """Return a copy of a tensor, or of the tensors in a list or dict."""
     return apply_to_collection(value, Tensor, lambda each: each.detach().clone().to(device))

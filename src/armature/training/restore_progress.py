@@ -99,7 +99,7 @@ class RestoreProgress(RunHooks, Callback):
         )
         return {
             "epoch": trainer.current_epoch,
-            "metrics": {each: epoch_metrics.numbers(getattr(trainer, each)) for each in OF_TRAINER},
+            "metrics": {each: epoch_metrics.copied(getattr(trainer, each)) for each in OF_TRAINER},
             "step_values": sorted(trainer.step_metrics.step_values),
             "data_ranks": list(data_ranks),
             "logged": list(logged),
