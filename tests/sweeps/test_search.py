@@ -69,15 +69,14 @@ def begin(*results, typed=(), **settings) -> TrialLauncher:
     return launcher
 
 
-def opened(folder):
-    return study.open_study(folder, create=False)
+opened = study.open_study
 
 
 def states(folder) -> list[str]:
     return [trial.state.name for trial in opened(folder).trials]
 
 
-def hold(folder, number: int) -> None:
+def hold(folder, number) -> None:
     """Lock a run directory as a process of another machine does."""
     run_dir = folder / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,6 +98,8 @@ def test_an_interrupted_trial_is_resumed_with_its_values(folder):
     moved = folder.rename(folder.with_name("moved"))
     values = opened(moved).trials[0].params
     moved.rename(folder)
+    journal = folder / study.JOURNAL
+    journal.write_text(journal.read_text() + "torn")  # as by a full disk
     launcher = begin(trials=2)
     assert [number for number, _ in launcher.begun] == [0, 1]
     assert f"optimizer.lr={values['optimizer.lr']}" in launcher.begun[0][1]

@@ -334,10 +334,10 @@ def test_a_grid_ends_with_an_answer(tmp_path):
     assert (folder / "report.html").is_file()
 
 
-def study_of(folder: Path):
+def study_of(folder):
     from armature.sweeps import study
 
-    return study.open_study(folder, create=False)
+    return study.open_study(folder)
 
 
 @pytest.mark.slow

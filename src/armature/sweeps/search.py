@@ -78,20 +78,18 @@ def is_hopeless(run_dir: Path, step: int, value: float) -> bool:
     """Record a trial's value after a validation, and return whether the study's pruner would end
     the trial here.
     """
-    opened = open_study(run_dir.parent, create=False)
-    number = int(run_dir.name)
-    frozen = opened.trials[number]
+    opened = open_study(run_dir.parent)
+    frozen = opened.trials[int(run_dir.name)]
     # a signal came between this answer and the trial's end, and it may resume from before that step
     if PRUNED in frozen.user_attrs:
         return step >= frozen.user_attrs[PRUNED]
     trial = load_optuna().Trial(opened, frozen._trial_id)
     if step not in frozen.intermediate_values:  # a resumed trial may repeat a validation
         trial.report(value, step)
-    if opened.user_attrs["pruner"] is None:  # another process of the search has turned it off
+    if not opened.user_attrs["pruner"]:  # another process of the search has turned it off
         return False
     opened.pruner = plugin_of("pruner", opened.user_attrs["pruner"])
-    hopeless = trial.should_prune()
-    if hopeless:
+    if hopeless := trial.should_prune():
         trial.set_user_attr(PRUNED, step)
     return hopeless
 
@@ -142,10 +140,9 @@ def _trials(
                 assert claim is not None  # nobody else knows this trial yet
                 found = trial, claim
         if found is None:
-            others = {each.number for each in begun if each.state == TrialState.RUNNING} - mine
-            if others:
-                numbers = ", ".join(map(str, sorted(others)))
-                log.info("Other processes still run trial %s of %s.", numbers, folder)
+            running = {each.number for each in begun if each.state == TrialState.RUNNING}
+            if others := ", ".join(map(str, sorted(running - mine))):
+                log.info("Other processes still run trial %s of %s.", others, folder)
             return
         trial, claim = found
         mine.add(trial.number)
@@ -160,7 +157,7 @@ def _interrupted(
     One whose process ended before it had values counts as failed.
     """
     TrialState = load_optuna().trial.TrialState
-    for seen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+    for seen in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         claim = None if seen.number in mine else pool.claim(folder, seen.number)
         if claim is None:
             continue

@@ -5,6 +5,7 @@ Imports optuna when called.
 
 import difflib
 import importlib
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,14 +27,23 @@ def load_optuna() -> Any:
         ) from error
 
 
-def open_study(folder: Path, *, mode: str = "min", create: bool = True) -> Any:
-    """Return the study of a sweep's directory."""
-    optuna = load_optuna()
-    file = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
-    storage = optuna.storages.JournalStorage(file)
+def open_study(folder: Path, *, mode: str | None = None) -> Any:
+    """Return the study of a sweep's directory; with `mode` for writing, and made if there is none.
+
+    Then a line that a full disk or a power cut has left unfinished is removed: the next one would
+    be joined to it, and Optuna could never read the study again.
+    """
+    optuna, file = load_optuna(), str(folder / JOURNAL)
+    journal = optuna.storages.journal
+    storage = journal.JournalStorage(journal.JournalFileBackend(file))
+    if mode:
+        lock = journal.JournalFileSymlinkLock(file)
+        lock.acquire()
+        os.truncate(file, Path(file).read_bytes().rfind(b"\n") + 1)
+        lock.release()
     # the folder's name when it was begun, which may be another now
     name = next(iter(optuna.get_all_study_names(storage)), folder.name)
-    if not create:
+    if not mode:
         return optuna.load_study(study_name=name, storage=storage)
     return optuna.create_study(
         study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
@@ -51,9 +61,10 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
         for each in module.__all__
         if each.endswith(kind.capitalize()) and not each.startswith("Base")
     ]
-    name, arguments = str(node.get("name")), {k: v for k, v in node.items() if k != "name"}
+    arguments = {**node}
+    name = str(arguments.pop("name", None))
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, known, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ConfigError(
             f"hydra.sweeper.{kind}.name={name}: optuna.{kind}s has no such class.{hint} "

@@ -147,10 +147,9 @@ def importance(sweep: Sweep) -> dict[str, float]:
     """
     from armature.sweeps import study
 
-    is_search = (sweep.path / study.JOURNAL).is_file()
-    if not is_search or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
+    if not (sweep.path / study.JOURNAL).is_file() or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
         return {}
-    optuna, opened = study.load_optuna(), study.open_study(sweep.path, create=False)
+    optuna, opened = study.load_optuna(), study.open_study(sweep.path)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     try:
         return optuna.importance.get_param_importances(opened, evaluator=evaluator)
