@@ -143,14 +143,14 @@ def test_what_changed_is_put_back_as_the_type_that_it_had():
 def test_lists_of_weights_stay_those_of_the_model():
     trainer = trainer_of(Module())
     module = trainer.lightning_module
-    module.weights, module.shadows = [*module.parameters()], [torch.zeros(2)]
+    module.weights, module.shadows = [*module.parameters()], [nn.Parameter(torch.zeros(2))]
     state, shadow = user_state.UserState(trainer), module.shadows[0]
     with torch.no_grad():
         module.weights[0].add_(1)
-    module.shadows[0] += 1
+        module.shadows[0].add_(1)
     saved = plain.plain(state.changed())
     assert saved.keys() == {"module.shadows"}
-    shadow.zero_()
+    shadow.data.zero_()
     user_state.put_back(trainer, saved)
     assert module.shadows[0] is shadow
     assert shadow.tolist() == [1, 1]

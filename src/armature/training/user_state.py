@@ -171,11 +171,12 @@ class _Trained(dict[str, bool]):
 
 def _attributes(trainer: L.Trainer) -> dict[str, Any]:
     """Return the values of all attributes by their paths."""
+    weights = {*trainer.lightning_module.parameters()}
     return {
         f"{owner.path}.{name}": value
         for owner in _owners(trainer)
         for name, value in [*owner.attributes.items()]
-        if owner.keeps(name, value)
+        if owner.keeps(name, value) and not _holds(value, weights)
     }
 
 
@@ -359,8 +360,6 @@ def _mark(value: Any) -> object:
         return None if isinstance(value, io.IOBase) else object()
     held = isinstance(value, _CONTAINERS)
     try:
-        if _holds_weights(value):
-            return None
         objects = held and not hasattr(value, "_fields") and _holds_objects(value)
         if objects and len(value) <= _MOST_ITEMS:  # their state is looked at by itself
             return id(value), len(value)
@@ -404,11 +403,13 @@ def _kept(value: Any) -> _Kept:
     return _Kept(apply_to_collection(_plain(value), Tensor, copied), bool(elsewhere))
 
 
-def _holds_weights(value: Any) -> bool:
-    """Return whether a value is a list or dict of a model's weights, which the model restores."""
+def _holds(value: Any, weights: set[nn.Parameter]) -> bool:
+    """Return whether a value is a list or dict of the model's weights, which the model restores:
+    copies of them, such as averages, it does not.
+    """
     if not isinstance(value, _CONTAINERS):
-        return isinstance(value, nn.Parameter)
-    return any(map(_holds_weights, itertools.islice(_items_of(value), 100)))
+        return isinstance(value, nn.Parameter) and value in weights
+    return any(_holds(each, weights) for each in itertools.islice(_items_of(value), 100))
 
 
 def _is_small(value: Any) -> bool:
