@@ -191,10 +191,12 @@ class Stateful(Plain):
         self.mean.update(loss.detach())
         self.log("mine/mean", self.mean, on_step=False, on_epoch=True)
         self.log("mine/epoch", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss * (1 + self.slow) + 0.01 * self.met * self.net[0].weight.square().mean()
+        penalty = self.met * self.first * self.net[0].weight.square().mean()
+        return loss * (1 + self.slow) + 0.01 * penalty
 
     def on_train_start(self):
         self.started = torch.rand(3), np.random.rand(3)  # at each start anew
+        self.first = self.net[0].weight.detach().norm()
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         ids, x, y = batch

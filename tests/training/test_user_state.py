@@ -83,6 +83,10 @@ def trainer_of(module: Any, *callbacks: Any) -> Any:
     )
 
 
+def watched(trainer: Any) -> user_state.UserState:
+    return user_state.UserState(trainer, user_state.marks(trainer, tensors=True))
+
+
 def change(trainer: Any) -> None:
     module, callback, optimizer = trainer.lightning_module, *trainer.callbacks, *trainer.optimizers
     module.norms.append(2.0)
@@ -126,7 +130,7 @@ def values(trainer: Any) -> list[Any]:
 
 def test_what_changed_is_put_back_as_the_type_that_it_had():
     saving, resumed = (trainer_of(Module(), Counts()) for _ in range(2))
-    state = user_state.UserState(saving)
+    state = watched(saving)
     assert not state.changed()
     change(saving)
     saved = plain.plain(state.changed())
@@ -144,7 +148,7 @@ def test_lists_of_weights_stay_those_of_the_model():
     trainer = trainer_of(Module())
     module = trainer.lightning_module
     module.weights, module.shadows = [*module.parameters()], [nn.Parameter(torch.zeros(2))]
-    state, shadow = user_state.UserState(trainer), module.shadows[0]
+    state, shadow = watched(trainer), module.shadows[0]
     with torch.no_grad():
         module.weights[0].add_(1)
         module.shadows[0].add_(1)
@@ -170,7 +174,7 @@ def iterate(module):
 )
 def test_what_cannot_be_put_back_is_named_once(caplog, keep, name):
     trainer = trainer_of(Module())
-    state = user_state.UserState(trainer)
+    state = watched(trainer)
     keep(trainer.lightning_module)
     for _ in range(2):
         assert not state.changed()

@@ -140,6 +140,7 @@ class RestoreProgress(RunHooks, Callback):
             self._find_schedules(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tensors = user_state.marks(trainer, tensors=True)
         self._find_schedules(trainer)
 
     def _find_schedules(self, trainer: Trainer) -> None:
@@ -215,7 +216,7 @@ class RestoreProgress(RunHooks, Callback):
         trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
-        self._user_state = user_state.UserState(trainer)
+        self._user_state = user_state.UserState(trainer, self._tensors)
         if completed_batches(trainer):
             self._take_up(trainer)
 

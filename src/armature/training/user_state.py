@@ -50,6 +50,9 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
 
 
+Marks = dict[str, tuple[type, Any]]
+
+
 class _Kept(NamedTuple):
     """A value as a checkpoint holds it, and whether its tensors were on the rank's device."""
 
@@ -61,13 +64,15 @@ class UserState:
     """The attributes of users' objects, and which of them training has changed.
 
     Made when training begins, before the first hook of an epoch.
+
+    Args:
+        tensors: their `marks` before the hooks of the start. What these make counts as changed: a
+            copy of weights would be one of others at a resume.
     """
 
-    def __init__(self, trainer: L.Trainer) -> None:
+    def __init__(self, trainer: L.Trainer, tensors: Marks) -> None:
         self._trainer = trainer
-        self._first = {
-            path: (type(value), _mark(value)) for path, value in _attributes(trainer).items()
-        }
+        self._first = tensors | marks(trainer, tensors=False)
         self._named: set[str] = set()
 
     def changed(self, before: Mapping[str, _Kept] = MappingProxyType({})) -> dict[str, _Kept]:
@@ -99,6 +104,17 @@ class UserState:
             )  # fmt: skip
         self._named |= lost
         return found
+
+
+def marks(trainer: L.Trainer, *, tensors: bool) -> Marks:
+    """Return the types of attributes that hold tensors, or of all others, and what tells whether
+    they change, by their paths.
+    """
+    return {
+        path: (type(value), _mark(value))
+        for path, value in _attributes(trainer).items()
+        if _holds(value, torch.is_tensor) is tensors
+    }
 
 
 def of_ranks(changed: Sequence[dict[str, _Kept]]) -> list[dict[str, _Kept]]:
@@ -172,11 +188,15 @@ class _Trained(dict[str, bool]):
 def _attributes(trainer: L.Trainer) -> dict[str, Any]:
     """Return the values of all attributes by their paths."""
     weights = {*trainer.lightning_module.parameters()}
+
+    def is_own(value: Any) -> bool:  # which the model restores; copies, such as averages, are not
+        return isinstance(value, nn.Parameter) and value in weights
+
     return {
         f"{owner.path}.{name}": value
         for owner in _owners(trainer)
         for name, value in [*owner.attributes.items()]
-        if owner.keeps(name, value) and not _holds(value, weights)
+        if owner.keeps(name, value) and not _holds(value, is_own)
     }
 
 
@@ -403,13 +423,11 @@ def _kept(value: Any) -> _Kept:
     return _Kept(apply_to_collection(_plain(value), Tensor, copied), bool(elsewhere))
 
 
-def _holds(value: Any, weights: set[nn.Parameter]) -> bool:
-    """Return whether a value is a list or dict of the model's weights, which the model restores:
-    copies of them, such as averages, it does not.
-    """
+def _holds(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    """Return whether a value is, or one of the first in a container is, what is looked for."""
     if not isinstance(value, _CONTAINERS):
-        return isinstance(value, nn.Parameter) and value in weights
-    return any(_holds(each, weights) for each in itertools.islice(_items_of(value), 100))
+        return is_one(value)
+    return any(_holds(each, is_one) for each in itertools.islice(_items_of(value), 100))
 
 
 def _is_small(value: Any) -> bool:
