@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from armature.training import restore_progress
+from armature.training import user_state
 from tests import needs
 from tests.finetune import extras
 
@@ -85,7 +85,7 @@ TABLE: list[tuple[Any, ...]] = [
     (EPOCH, "_results"),
     *(
         (f"{CALLBACKS}.model_checkpoint:ModelCheckpoint", name)
-        for name in restore_progress.OF_MODEL_CHECKPOINT
+        for name in user_state.OF_MODEL_CHECKPOINT
     ),
     (EPOCH, "batch_progress"),
     (EPOCH, "automatic_optimization"),

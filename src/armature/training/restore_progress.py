@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from armature.checkpoint import changes, plain, schedules
 from armature.errors import ConfigError
@@ -29,10 +28,6 @@ _ANOTHER_RUN = (
     "Resume with what the run began with, or begin another run with its weights: python "
     "scripts/convert.py RUN x.ckpt, then run.name=NEW resume=x.ckpt."
 )
-# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
-# saved last
-OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
-
 # the trainer's newest values
 OF_TRAINER = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -109,10 +104,6 @@ class RestoreProgress(RunHooks, Callback):
             "built": self._built,
             # with min_steps a run goes on after it was to stop
             "ended": trainer.should_stop and not loop.min_steps and self._settings,
-            "model_checkpoints": {
-                each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
-                for each in _model_checkpoints(trainer)
-            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,7 +131,7 @@ class RestoreProgress(RunHooks, Callback):
             self._find_schedules(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tensors = user_state.marks(trainer, tensors=True)
+        self._marks = user_state.marks(trainer)
         self._find_schedules(trainer)
 
     def _find_schedules(self, trainer: Trainer) -> None:
@@ -196,8 +187,6 @@ class RestoreProgress(RunHooks, Callback):
         step = completed_batches(trainer)
         if not step:
             return
-        for each in _model_checkpoints(trainer):
-            vars(each).update(self._saved["model_checkpoints"].get(each.state_key, {}))
         feed = feed_of(trainer)
         epoch, position = divmod(feed.samples_seen, feed.train_size)
         batches = position // feed.global_batch_size * trainer.accumulate_grad_batches
@@ -216,7 +205,7 @@ class RestoreProgress(RunHooks, Callback):
         trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
-        self._user_state = user_state.UserState(trainer, self._tensors)
+        self._user_state = user_state.UserState(trainer, self._marks)
         if completed_batches(trainer):
             self._take_up(trainer)
 
@@ -229,7 +218,7 @@ class RestoreProgress(RunHooks, Callback):
             self._random = self._random or epoch_start.random_state(trainer)
             epoch_start.repeat(trainer, self._random)
         epoch_start.load_again(trainer)
-        user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
+        user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]), self._marks)
         ranks = {
             "rank": trainer.global_rank,
             "saved_data_ranks": self._saved["data_ranks"],
@@ -249,10 +238,6 @@ class RestoreProgress(RunHooks, Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._random = epoch_start.random_state(trainer)
-
-
-def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _states(trainer: Trainer) -> dict[str, Any]:

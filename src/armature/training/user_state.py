@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,20 +45,27 @@ _MOST_ITEMS = 1_000  # objects of a container that are looked at: a dataset may 
 _LOOKED_AT = 10_000  # of the numbers of a larger array
 _FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
+# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
+# saved last
+OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
 
 
-Marks = dict[str, tuple[type, Any]]
+Marks = Mapping[str, tuple[type | None, Any]]
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Kept(NamedTuple):
-    """A value as a checkpoint holds it, and whether its tensors were on the rank's device."""
+    """A value as a checkpoint holds it, whether its tensors were on the rank's device, and a digest
+    of what it was when its object had just been built.
+    """
 
     value: Any
     on_device: bool
+    built: bytes | None = None
 
 
 class UserState:
@@ -66,16 +74,16 @@ class UserState:
     Made when training begins, before the first hook of an epoch.
 
     Args:
-        tensors: their `marks` before the hooks of the start. What these make counts as changed: a
-            copy of weights would be one of others at a resume.
+        built: the `marks` before the hooks of the start. Tensors that these have made count as
+            changed: a copy of weights would be one of others at a resume.
     """
 
-    def __init__(self, trainer: L.Trainer, tensors: Marks) -> None:
-        self._trainer = trainer
-        self._first = tensors | marks(trainer, tensors=False)
+    def __init__(self, trainer: L.Trainer, built: Marks) -> None:
+        self._trainer, self._built = trainer, built
+        self._first = {**built, **marks(trainer, tensors=False)}
         self._named: set[str] = set()
 
-    def changed(self, before: Mapping[str, _Kept] = MappingProxyType({})) -> dict[str, _Kept]:
+    def changed(self, before: Mapping[str, _Kept] = NONE) -> dict[str, _Kept]:
         """Return what has changed since, by its path. Names once what has and cannot be saved.
 
         Args:
@@ -90,7 +98,7 @@ class UserState:
                 continue
             # it can only be put back into an object of its type
             if isinstance(mark, bytes) and (type(value) is kind or not _needs_its_type(value)):
-                found[path] = _kept(value)
+                found[path] = _kept(value, self._built.get(path, (None, None))[1])
             else:
                 lost.add(path)
         # an item of what is named already says nothing more
@@ -106,14 +114,14 @@ class UserState:
         return found
 
 
-def marks(trainer: L.Trainer, *, tensors: bool) -> Marks:
-    """Return the types of attributes that hold tensors, or of all others, and what tells whether
-    they change, by their paths.
+def marks(trainer: L.Trainer, *, tensors: bool = True) -> Marks:
+    """Return the types of attributes, without `tensors` of those that hold none, and what tells
+    whether they change, by their paths.
     """
     return {
         path: (type(value), _mark(value))
         for path, value in _attributes(trainer).items()
-        if _holds(value, torch.is_tensor) is tensors
+        if tensors or not _holds(value, torch.is_tensor)
     }
 
 
@@ -145,22 +153,23 @@ def snapshot(trainer: L.Trainer) -> dict[str, _Kept]:
     """Return copies of all attributes that `put_back` can put back, and of all buffers."""
     attributes = _attributes(trainer).items()
     found = {path: value for path, value in attributes if isinstance(_mark(value), bytes)}
-    for owner in _owners(trainer):
-        for name, value in owner.attributes.items() if owner.path.endswith(".buffers") else ():
-            if value is not None:
-                found[f"{owner.path}.{name}"] = value
+    for path, part in trainer.lightning_module.named_modules(prefix="module"):
+        for name, value in part.named_buffers(recurse=False):
+            found[f"{path}.buffers.{name}"] = value
     return {path: _kept(value) for path, value in found.items()}
 
 
-def put_back(trainer: L.Trainer, saved: Mapping[str, tuple[Any, bool]]) -> None:
-    """Set attributes to saved values. What lists, dicts and tensors hold is replaced in place, so
-    that objects which share one still do.
+def put_back(trainer: L.Trainer, saved: Mapping[str, _Kept], built: Marks = NONE) -> None:
+    """Set attributes to saved values, unless they are `built` otherwise for this start: then their
+    setting is new. What lists, dicts and tensors hold is replaced in place, so that objects which
+    share one still do.
     """
     owners = {owner.path: owner.attributes for owner in _owners(trainer)}
     device = trainer.strategy.root_device
-    for path, (value, on_device) in saved.items():
+    for path, (value, on_device, then) in saved.items():
         owner, _, name = path.rpartition(".")
-        if owner in owners:
+        _, now = built.get(path, (None, then))
+        if owner in owners and (then is None or then == now):
             value = plain.restored(value)
             if on_device:
                 value = apply_to_collection(value, Tensor, lambda each: each.to(device))
@@ -203,9 +212,7 @@ def _attributes(trainer: L.Trainer) -> dict[str, Any]:
 def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
     """Yield the objects that users wrote or may set, with their attributes."""
     module, data = trainer.lightning_module, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    of_data = {*vars(L.LightningDataModule())}
-    if isinstance(data, DataModule):
-        of_data |= vars(DataModule()).keys()
+    of_data = vars((DataModule if isinstance(data, DataModule) else L.LightningDataModule)())
     roots: list[tuple[str, Any, Any]] = [
         (f"module.{name}".removesuffix("."), part, vars(L.LightningModule()))
         for name, part in module.named_modules()
@@ -219,6 +226,8 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
     seen |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
     numbers: Counter[str] = Counter()
     for path, owner, names in roots:
+        if isinstance(owner, ModelCheckpoint):
+            yield _Owner(owner.state_key, vars(owner), lambda n, v: n in OF_MODEL_CHECKPOINT)
         if isinstance(owner, nn.Module) and _package(owner) == "torch":
             # such as a dropout's rate
             yield _Owner(path, vars(owner), lambda n, v: type(v) in (int, float) and n[0] != "_")
@@ -267,7 +276,7 @@ def _nested(
             yield from _nested(f"{path}.{name}", own, (), seen, package=package)
 
 
-class _Items(MutableMapping[str, Any]):
+class _Items(dict[str, Any]):
     """The items of a list, tuple, deque or dict by their places."""
 
     def __init__(self, held: Any) -> None:
@@ -275,22 +284,11 @@ class _Items(MutableMapping[str, Any]):
         places = held if isinstance(held, Mapping) else range(len(held))
         # a path has dots between its parts
         self._places = {str(place).replace(".", "·"): place for place in places}
-
-    def __getitem__(self, name: str) -> Any:
-        return self._held[self._places[name]]
+        super().__init__({name: held[place] for name, place in self._places.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._places and not isinstance(self._held, tuple):
+        if name in self and not isinstance(self._held, tuple):
             self._held[self._places[name]] = value
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._places])
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 def _holds_objects(value: Any) -> bool:
@@ -413,14 +411,17 @@ def _plain(value: Any) -> Any:
     return plain.plain(value if pair is None else pair[0](value))
 
 
-def _kept(value: Any) -> _Kept:
+def _kept(value: Any, built: Any = None) -> _Kept:
     elsewhere: list[Tensor] = []
 
     def copied(tensor: Tensor) -> Tensor:
         elsewhere.extend([tensor] if tensor.device.type != "cpu" else [])
         return tensor.detach().to("cpu", copy=True)
 
-    return _Kept(apply_to_collection(_plain(value), Tensor, copied), bool(elsewhere))
+    # a generator may be built of no seed
+    known = isinstance(built, bytes) and not isinstance(value, _GENERATORS)
+    plain_value = apply_to_collection(_plain(value), Tensor, copied)
+    return _Kept(plain_value, bool(elsewhere), built if known else None)
 
 
 def _holds(value: Any, is_one: Callable[[Any], bool]) -> bool:
