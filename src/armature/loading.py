@@ -47,6 +47,7 @@ from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted, allow
 
 log = logging.getLogger(__name__)
+run_of = resume.run_of  # tasks import no checkpoints
 
 
 def open_run(

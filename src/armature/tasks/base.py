@@ -112,9 +112,8 @@ class Task(L.LightningModule):
             kwargs: arguments of the constructor that override the run's.
         """
         from armature import loading
-        from armature.checkpoint import resume
 
-        if isinstance(checkpoint_path, str | Path) and resume.run_of(Path(checkpoint_path)):
+        if isinstance(checkpoint_path, str | Path) and loading.run_of(Path(checkpoint_path)):
             return loading.load(
                 checkpoint_path, device=str(map_location or "cpu"), expect=cls, **kwargs
             )  # pyright: ignore[reportReturnType]
