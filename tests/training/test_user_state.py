@@ -144,22 +144,23 @@ def test_what_changed_is_put_back_as_the_type_that_it_had():
     assert module.criterion.owner == [module.criterion]
 
 
-def test_lists_of_weights_stay_those_of_the_model():
+def test_lists_of_weights_stay_those_of_the_model_and_shared_samples_are_shared():
     trainer = trainer_of(Module())
     module = trainer.lightning_module
     module.weights, module.shadows = [*module.parameters()], [nn.Parameter(torch.zeros(2))]
-    state, shadow = watched(trainer), module.shadows[0]
-    with torch.no_grad():
-        module.weights[0].add_(1)
-        module.shadows[0].add_(1)
+    state, held = watched(trainer), [*module.shadows, *module.points.tensors]
+    for each in (module.weights[0], *held):
+        each.data.add_(1)
     saved = plain.plain(state.changed())
-    assert [*saved] == ["module.shadows"]
-    shadow.data.zero_()
+    assert saved.keys() == {"module.shadows", "module.points.tensors"}
+    for each in held:
+        each.data.zero_()
     user_state.put_back(trainer, saved, {"module.shadows": (list, b"another setting")})
-    assert not shadow.any()
+    assert not module.shadows[0].any()
     user_state.put_back(trainer, saved)
-    assert module.shadows[0] is shadow
-    assert shadow.tolist() == [1, 1]
+    for each, own in zip(held, [*module.shadows, *module.points.tensors], strict=True):
+        assert own is each
+        assert each.tolist() == [1, 1]
 
 
 def too_large(module):

@@ -460,6 +460,8 @@ def _like(own: Any, value: Any) -> Any:
             own.copy_(value)
     elif isinstance(own, list) and isinstance(value, list) and len(own) == len(value):
         own[:] = map(_like, own, value)  # tensors in it may be held elsewhere, too
+    elif type(own) is type(value) is tuple and len({*map(id, own)}) == len(value):
+        return tuple(map(_like, own, value))  # such as a TensorDataset's; not one tensor twice
     elif isinstance(own, list | deque) and type(own) is type(value):
         own.clear()
         own.extend(value)
