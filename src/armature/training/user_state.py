@@ -15,7 +15,7 @@ import logging
 import random
 import sys
 from argparse import Namespace
-from collections import Counter, deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType, SimpleNamespace
@@ -49,7 +49,9 @@ _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze a
 # saved last
 OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+# to look into costs no time, and no file
+_BUILT_IN = (dict, UserDict, MappingProxyType, list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, *_BUILT_IN)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
 
@@ -385,7 +387,11 @@ def _mark(value: Any) -> object:
             return digest(_plain(value))
     except Exception:  # it cannot be made plain, or a method of a user's class fails
         pass
-    # too large: what changes in place is named, too
+    return _glance(value)
+
+
+def _glance(value: Any) -> object:
+    """Return what tells in no time whether a large value changes, also in place, or None."""
     if isinstance(value, nn.Module):
         return id(value), sum(map(_version, (*value.parameters(), *value.buffers())))
     if isinstance(value, Tensor):  # its first and last numbers: `.data = …` is no new version
@@ -393,11 +399,12 @@ def _mark(value: Any) -> object:
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         some = value.flat[:: value.size // _LOOKED_AT + 1]
         return id(value), hash(some.tobytes())
-    if held:
-        some = itertools.islice(_items_of(value), _MOST_ITEMS)
-        marks = [id(each) if isinstance(each, _CONTAINERS) else _mark(each) for each in some]
+    if isinstance(value, _BUILT_IN):
+        some = itertools.islice(_items_of(value), 100)
+        marks = [(not isinstance(x, _BUILT_IN) and _glance(x)) or id(x) for x in some]
         return id(value), len(value), marks
-    return id(value) if isinstance(value, np.memmap) or _with_state(value) else None
+    is_state = isinstance(value, (Mapping, np.memmap)) or _with_state(value)
+    return id(value) if is_state else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -426,7 +433,7 @@ def _kept(value: Any, built: Any = None) -> _Kept:
 
 def _holds(value: Any, is_one: Callable[[Any], bool]) -> bool:
     """Return whether a value is, or one of the first in a container is, what is looked for."""
-    if not isinstance(value, _CONTAINERS):
+    if not isinstance(value, _BUILT_IN):
         return is_one(value)
     return any(_holds(each, is_one) for each in itertools.islice(_items_of(value), 100))
 
