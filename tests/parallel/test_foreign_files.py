@@ -38,9 +38,10 @@ def test_a_file_without_a_state_dict_is_told_as_what_it_is(content, message, tmp
 
 
 def test_a_pickle_of_another_program_is_refused_without_a_warning(tmp_path):
-    (tmp_path / "x.ckpt").write_bytes(pickle.dumps({"state_dict": print}))
+    file = tmp_path / "x.ckpt"
+    file.write_bytes(pickle.dumps({"state_dict": print}))
     with pytest.raises(ConfigError, match=r"x.ckpt: "):  # warnings are errors in tests
-        lightning_file.read(tmp_path / "x.ckpt")
+        lightning_file.read(file)
 
 
 def test_files_of_weights_that_no_checkpoint_can_hold_leave_nothing_behind(tmp_path):
@@ -65,9 +66,10 @@ def saved(tmp_path: Path) -> Path:
 def exchange(file: Path, content: bytes) -> None:
     """Write other content, to which the manifest's checksum fits."""
     file.write_bytes(content)
-    manifest = json.loads((file.parent / directory.MANIFEST).read_text())
+    own = file.parent / directory.MANIFEST
+    manifest = json.loads(own.read_text())
     manifest["files"] |= directory.describe(file.parent, [file.name])
-    (file.parent / directory.MANIFEST).write_text(json.dumps(manifest))
+    own.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("content", [pickle.dumps({"a": 1}), b"", b"junk"])
@@ -89,12 +91,12 @@ def test_a_resume_says_what_the_run_lacks(saved):
         storage.first_intact([saved])
 
 
-def test_nothing_is_left_of_a_file_that_a_full_disk_could_not_hold(tmp_path, monkeypatch):
+def test_a_failing_disk_is_no_damaged_file_and_leaves_none(tmp_path, monkeypatch):
     def full(file, value):
         file.write_bytes(b"a part")
-        raise OSError(28, "No space left on device")
+        raise OSError("No space")
 
     monkeypatch.setattr(storage, "write_plain", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space"), storage.refusing("x"):
         lightning_file.write(tmp_path / "x.ckpt", {})
     assert not [*tmp_path.iterdir()]

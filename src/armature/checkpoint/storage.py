@@ -225,7 +225,9 @@ def refusing(name: str) -> Iterator[None]:
     """Raise ConfigError for what torch and pickle raise for a damaged file, or for code in it."""
     try:
         yield
-    except Exception as error:  # a file cut at its end is an OSError, a text may be a struct.error
+    except (OSError, MemoryError):  # of the disk, the network or this machine
+        raise
+    except Exception as error:  # a text may be a struct.error
         found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
         if found is None:
             raise ConfigError(
