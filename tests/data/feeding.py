@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.data.feed import Feed
 from armature.training.progress import feed_of
+from tests.support.parity.harness import QUIET
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
@@ -99,18 +100,12 @@ def fit(
     accumulate = 1 if micro == "auto" else made.global_batch_size // ranks // int(micro)
     resumes = checkpoint is not None or ranks > 1
     trainer = L.Trainer(
+        **QUIET,
         strategy=Rank(rank, ranks),
-        accelerator="cpu",
         max_steps=steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False,
         default_root_dir=folder,
         callbacks=[made, RestoreProgress() if resumes else SaveEveryStep(folder)],
     )

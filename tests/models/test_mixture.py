@@ -14,15 +14,10 @@ from armature.models.mixture.model import MixtureDecoder
 from armature.optim.groups import parameter_groups
 from armature.parallel import blocks
 from armature.parallel.initialization import initialize_by_name
+from tests.parallel.test_activations import MODEL
 
 SIZES = {
-    "vocab_size": 96,
-    "context": 16,
-    "width": 32,
-    "layers": 3,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 64,
+    **MODEL,
     "experts": 8,
     "active": 2,
     "expert_hidden": 24,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity.harness import STRATEGIES, import_object, on_ranks
+from tests.support.parity.harness import QUIET, STRATEGIES, import_object, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -76,16 +76,11 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
 
     def fit(module: L.LightningModule, steps: int, ckpt: Path | None = None) -> L.Trainer:
         trainer = L.Trainer(
-            accelerator="cpu",
+            **QUIET,
             devices=process_group.ranks(),
             max_steps=steps,
-            logger=False,
             max_epochs=-1,
             strategy=import_object(STRATEGIES[strategy])(**options),
-            use_distributed_sampler=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
         )
         trainer.fit(module, DataLoader(torch.ones(8, 8), batch_size=2), ckpt_path=ckpt)
         return trainer

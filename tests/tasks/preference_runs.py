@@ -9,7 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.parity.harness import DECODER, LAYOUTS, STRATEGIES, Run, import_object, on_ranks
+from tests.support.parity.harness import (
+    DECODER,
+    LAYOUTS,
+    QUIET,
+    STRATEGIES,
+    Run,
+    import_object,
+    on_ranks,
+)
 
 VOCABULARY = 320
 MODEL = {**DECODER, "vocab_size": VOCABULARY, "context": 64, "layers": 2}
@@ -132,7 +140,7 @@ def _fit(job: Job) -> Run:
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
     accumulate = 1 if job.micro == "auto" else feed.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=layout.ranks,
         strategy=strategy,
         max_steps=job.steps,
@@ -140,12 +148,6 @@ def _fit(job: Job) -> Run:
         accumulate_grad_batches=accumulate,
         gradient_clip_val=1.0,
         callbacks=[feed, record],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
         val_check_interval=job.steps * accumulate,
         default_root_dir=job.folder,
         check_val_every_n_epoch=None,

@@ -54,7 +54,7 @@ class EMA(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.steps == 0:
+        if not self.steps:
             self._begin()  # the checkpoint has no average: begin with the weights that were loaded
         self._seen_step = completed_batches(trainer)
 
@@ -81,7 +81,7 @@ class EMA(L.Callback):
     @override
     @torch.no_grad()
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.evaluate or self.steps == 0 or not self.average:  # none without a fit
+        if not (self.evaluate and self.steps and self.average):  # none without a fit
             return
         self._strategy = StrategyMixin.of(trainer)
         local = self._strategy.local

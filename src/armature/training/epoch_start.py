@@ -24,12 +24,12 @@ OF_THE_START = ("on_fit_start", "on_train_start", HOOK)
 
 
 def users_hooks(trainer: Any, *names: str) -> list[tuple[Any, Callable[[], Any]]]:
-    """Return the hooks of these names that users wrote, with their owners, in the order in which
-    Lightning calls them; also those of Lightning's averages, which replace weights.
+    """Return the hooks of these names, or of the start, that users wrote, with their owners, in the
+    order in which Lightning calls them; also those of Lightning's averages, which replace weights.
     """
     module = trainer.lightning_module
     found = []
-    for name in names:
+    for name in names or OF_THE_START:
         hooks = [
             (each, partial(getattr(each, name), trainer, module)) for each in trainer.callbacks
         ]

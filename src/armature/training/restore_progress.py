@@ -59,7 +59,6 @@ class RestoreProgress(RunHooks, Callback):
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
-        self._within_epoch = False  # the resume is, or at its end with hooks that are due
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -68,9 +67,7 @@ class RestoreProgress(RunHooks, Callback):
         strategy = StrategyMixin.of(trainer)
         strategy.before_loading = partial(self.loading, trainer)
         # hooks of the start see optimizers as in a first start, and what they change is undone
-        strategy.loads_optimizers_last = bool(
-            epoch_start.users_hooks(trainer, *epoch_start.OF_THE_START)
-        )
+        strategy.loads_optimizers_last = bool(epoch_start.users_hooks(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -81,13 +78,13 @@ class RestoreProgress(RunHooks, Callback):
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         loop = trainer.fit_loop.epoch_loop
         validation = loop.before_validation
-        before = {} if validation is None else validation.attributes
+        before = validation.attributes if validation else {}
         own = (
             epoch_metrics.collect(loop._results),
             epoch_metrics.metric_states(module, evaluated=loop.val_loop._results),
             strategy.data_rank,
             self._random,
-            {} if self._user_state is None else self._user_state.changed(before),
+            self._user_state.changed(before) if self._user_state else {},
         )
         logged, states, data_ranks, random, attributes = zip(
             *process_group.all_gather_object(own), strict=True
@@ -196,7 +193,7 @@ class RestoreProgress(RunHooks, Callback):
         fit_loop = trainer.fit_loop
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
         fit_loop.epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
-        fit_loop.owes_schedules = self._within_epoch = bool(batches)
+        fit_loop.owes_schedules = bool(batches)
         self._restore_values(trainer)
 
     def _restore_values(self, trainer: OurTrainer) -> None:
@@ -214,7 +211,8 @@ class RestoreProgress(RunHooks, Callback):
         have logged, which an undisturbed run logs once, by what was collected.
         """
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
-        if self._within_epoch:
+        # the resume is, or at its end with hooks that are due
+        if within_epoch := trainer.fit_loop.owes_schedules:
             self._random = self._random or epoch_start.random_state(trainer)
             epoch_start.repeat(trainer, self._random)
         epoch_start.load_again(trainer)
@@ -228,7 +226,7 @@ class RestoreProgress(RunHooks, Callback):
         self._restore_values(trainer)
         epoch_metrics.restore(
             trainer.fit_loop.epoch_loop._results,
-            epoch_metrics.for_rank(self._saved["logged"], **ranks) if self._within_epoch else {},
+            epoch_metrics.for_rank(self._saved["logged"], **ranks) if within_epoch else {},
             module,
             strategy,
         )

@@ -56,8 +56,8 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
 
 
-Marks = Mapping[str, tuple[type | None, Any]]
-NONE: Mapping[str, Any] = MappingProxyType({})
+Marks = Mapping[str, Any]  # (type, mark)
+NONE: Marks = MappingProxyType({})
 
 
 class _Kept(NamedTuple):
@@ -167,14 +167,15 @@ def put_back(trainer: L.Trainer, saved: Mapping[str, _Kept], built: Marks = NONE
     share one still do.
     """
     owners = {owner.path: owner.attributes for owner in _owners(trainer)}
-    device = trainer.strategy.root_device
     for path, (value, on_device, then) in saved.items():
         owner, _, name = path.rpartition(".")
         _, now = built.get(path, (None, then))
-        if owner in owners and (then is None or then == now):
+        if owner in owners and then in (None, now):
             value = plain.restored(value)
             if on_device:
-                value = apply_to_collection(value, Tensor, lambda each: each.to(device))
+                value = apply_to_collection(
+                    value, Tensor, lambda each: each.to(trainer.strategy.root_device)
+                )
             owners[owner][name] = _like(owners[owner].get(name), value)
 
 
@@ -198,16 +199,13 @@ class _Trained(dict[str, bool]):
 
 def _attributes(trainer: L.Trainer) -> dict[str, Any]:
     """Return the values of all attributes by their paths."""
-    weights = {*trainer.lightning_module.parameters()}
-
-    def is_own(value: Any) -> bool:  # which the model restores; copies, such as averages, are not
-        return isinstance(value, nn.Parameter) and value in weights
-
+    # which the model restores; copies of them, such as averages, it does not
+    weights = {*map(id, trainer.lightning_module.parameters())}
     return {
         f"{owner.path}.{name}": value
         for owner in _owners(trainer)
         for name, value in [*owner.attributes.items()]
-        if owner.keeps(name, value) and not _holds(value, is_own)
+        if owner.keeps(name, value) and not _holds(value, lambda each: id(each) in weights)
     }
 
 
@@ -403,8 +401,7 @@ def _glance(value: Any) -> object:
         some = itertools.islice(_items_of(value), 100)
         marks = [(not isinstance(x, _BUILT_IN) and _glance(x)) or id(x) for x in some]
         return id(value), len(value), marks
-    is_state = isinstance(value, (Mapping, np.memmap)) or _with_state(value)
-    return id(value) if is_state else None
+    return id(value) if isinstance(value, (Mapping, np.memmap)) or _with_state(value) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -427,8 +424,11 @@ def _kept(value: Any, built: Any = None) -> _Kept:
 
     # a generator may be built of no seed
     known = isinstance(built, bytes) and not isinstance(value, _GENERATORS)
-    plain_value = apply_to_collection(_plain(value), Tensor, copied)
-    return _Kept(plain_value, bool(elsewhere), built if known else None)
+    return _Kept(
+        apply_to_collection(_plain(value), Tensor, copied),
+        bool(elsewhere),
+        built if known else None,
+    )
 
 
 def _holds(value: Any, is_one: Callable[[Any], bool]) -> bool:

@@ -22,6 +22,15 @@ from tests import forked, needs
 
 ROOT = Path(__file__).parents[3]
 PRELOAD = ["tests.support.parity.preload"]
+QUIET: dict[str, Any] = {  # arguments of a Trainer without logger, files and screen
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "num_sanity_val_steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -388,7 +397,7 @@ def _fit(job: Job) -> Run:
             ]
         }
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=job.ranks,
         strategy=strategy,
         max_steps=job.steps,
@@ -397,12 +406,6 @@ def _fit(job: Job) -> Run:
         gradient_clip_val=job.clip,
         gradient_clip_algorithm=job.clip_algorithm,
         callbacks=callbacks,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
         limit_val_batches=1.0 if job.validate else 0,
         val_check_interval=job.steps * job.accumulate,
     )
