@@ -292,8 +292,11 @@ def read(run_dir: Path) -> DictConfig:
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     file = run_dir / "summary.json"
     try:
-        summary |= {run_state.TYPED: run_state.typed_bytes(run_dir)}
-        files.replace(file, json.dumps(summary, indent=2) + "\n")
+        files.replace(
+            file,
+            json.dumps(summary | {run_state.TYPED: run_state.typed_bytes(run_dir)}, indent=2)
+            + "\n",
+        )
     except OSError as error:
         raise NotSaved(
             f"{file} could not be written ({error.strerror or error}), so the run does not count "

@@ -4,7 +4,7 @@ Lightning's checkpoints hold no plain attributes. Ours hold those that have chan
 began, and a resume puts them back: those of the user's module and its parts, callbacks, data module
 and optimizers, and of the objects of users' classes that these have, also in lists and dicts. A
 value counts that a checkpoint can hold (`checkpoint.plain`) and that is not large. Others are named
-once.
+once. What a resume builds otherwise, as after another typed setting, is not put back.
 """
 
 import enum
@@ -54,9 +54,7 @@ _BUILT_IN = (dict, UserDict, MappingProxyType, list, tuple, set, frozenset, dequ
 _CONTAINERS = (Mapping, *_BUILT_IN)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
-
-
-Marks = Mapping[str, Any]  # (type, mark)
+Marks = Mapping[str, Any]  # by an attribute's path: its type, and what tells whether it changes
 NONE: Marks = MappingProxyType({})
 
 
@@ -399,8 +397,9 @@ def _glance(value: Any) -> object:
         return id(value), hash(some.tobytes())
     if isinstance(value, _BUILT_IN):
         some = itertools.islice(_items_of(value), 100)
-        marks = [(not isinstance(x, _BUILT_IN) and _glance(x)) or id(x) for x in some]
-        return id(value), len(value), marks
+        # containers in it are told by which they are
+        parts = [(not isinstance(x, _BUILT_IN) and _glance(x)) or id(x) for x in some]
+        return id(value), len(value), parts
     return id(value) if isinstance(value, (Mapping, np.memmap)) or _with_state(value) else None
 
 
