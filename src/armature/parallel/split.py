@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -43,36 +44,28 @@ def balance_blocks(costs: Sequence[int], *, stages: int, first: int, last: int) 
     `costs` are those of the blocks; `first` and `last` of what only the first and only the last
     stage hold.
     """
-    n = len(costs)
-    if n < stages:
+    if (n := len(costs)) < stages:
         raise ValueError(f"{n} blocks cannot fill {stages} stages")
+    # each stage holds a block: the first and the last one bring the ends
+    costs = [*costs]
+    costs[0] += first
+    costs[-1] += last
     sums = [0, *accumulate(costs)]
 
-    def price(stage: int, start: int, end: int) -> int:
-        return (
-            sums[end]
-            - sums[start]
-            + (first if stage == 0 else 0)
-            + (last if stage == stages - 1 else 0)
+    @cache
+    def best(stages: int, end: int) -> tuple[int, list[int]]:
+        """Return the cost of the most expensive of so many stages, if they hold the first `end`
+        blocks, and how many each takes.
+        """
+        if stages == 1:
+            return sums[end], [end]
+        cost, start = min(
+            (max(best(stages - 1, start)[0], sums[end] - sums[start]), start)
+            for start in range(stages - 1, end)
         )
+        return cost, [*best(stages - 1, start)[1], end - start]
 
-    # best[s][e]: cost of the most expensive of stages 0 … s if they hold the first e blocks, and
-    # where stage s starts
-    best: list[dict[int, tuple[int, int]]] = [{e: (price(0, 0, e), 0) for e in range(1, n + 1)}]
-    for stage in range(1, stages):
-        best.append(
-            {
-                end: min(
-                    (max(best[-1][start][0], price(stage, start, end)), start)
-                    for start in range(stage, end)
-                )
-                for end in range(stage + 1, n + 1)
-            }
-        )
-    cuts = [n]
-    for stage in range(stages - 1, -1, -1):
-        cuts.append(best[stage][cuts[-1]][1])
-    return [end - start for start, end in pairwise(reversed(cuts))]
+    return best(stages, n)[1]
 
 
 def stages_of_rank(rank: int, *, ranks: int, schedule: Schedule) -> list[int]:
