@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -211,7 +211,7 @@ def parallelize(
         unshard_outputs=unshard or torch.clone,
         data_ranks=data_mesh.size(),
     )
-    pipeline.install_runner(model, runner)
+    model.forward = runner  # a wrapper would prefix parameter names
     return runner
 
 
@@ -369,15 +369,10 @@ def _warn_if_whole(
 ) -> None:
     whole = sum(param.numel() for param in params)
     if whole >= max(min_num_params, units.size(model) / 2):
-        _warn_of_no_plan(type(model).__name__, whole)
-
-
-@cache
-def _warn_of_no_plan(kind: str, whole: int) -> None:
-    log.warning(
-        "%s: %.3g million parameters are in no ModuleList, ModuleDict, Sequential, large Linear or "
-        "Embedding, so every rank holds all of them, as under ddp. Write a plan.py beside it that "
-        "names its blocks.",
-        kind,
-        whole / 1e6,
-    )
+        log.warning(
+            "%s: %.3g million parameters are in no ModuleList, ModuleDict, Sequential, large "
+            "Linear or Embedding, so every rank holds all of them, as under ddp. Write a plan.py "
+            "beside it that names its blocks.",
+            type(model).__name__,
+            whole / 1e6,
+        )

@@ -338,19 +338,3 @@ def _without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
     finally:
         for param, grad in zip(params, previous, strict=True):
             param.grad = grad
-
-
-def install_runner(model: nn.Module, runner: Runner) -> None:
-    """Let a call of the model run its pipeline.
-
-    The class is swapped, since a wrapper would prefix parameter names.
-    """
-    base = type(model)
-
-    def forward(self: nn.Module, *args: Any) -> Tensor:
-        return self.__dict__["_runner"](*args)
-
-    model.__dict__["_runner"] = runner
-    model.__class__ = type(
-        base.__name__, (base,), {"forward": forward, "__module__": base.__module__}
-    )

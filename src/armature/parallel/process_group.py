@@ -163,13 +163,11 @@ def gather_object(obj: T) -> list[T]:
     """
     if not dist.is_initialized():
         return [obj]
-    group = cpu_group()
     own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    size = torch.tensor(len(own))
-    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
-    sent = nn.functional.pad(own, (0, int(size) - len(own)))
+    (size,) = all_max(len(own))
+    sent = nn.functional.pad(own, (0, size - len(own)))
     pieces = [torch.empty_like(sent) for _ in range(ranks() if rank() == 0 else 0)]
-    dist.gather(sent, pieces or None, group=group)
+    dist.gather(sent, pieces or None, group=cpu_group())
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
@@ -220,13 +218,9 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
     An error is raised on all ranks.
     """
-    result, error = _attempt(work) if rank() == 0 else (None, None)
-    message, result = broadcast_object((_describe(error), result))
-    if error is not None:
-        raise error
-    if message is not None:
-        raise OSError(f"rank 0 failed: {message}")
-    return result  # pyright: ignore[reportReturnType]
+    done: list[T] = []  # a large result is not gathered
+    on_all_ranks(lambda: done.append(work()) if rank() == 0 else None)
+    return broadcast_object(done[0] if done else None)  # pyright: ignore[reportReturnType]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
