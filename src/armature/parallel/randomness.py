@@ -14,18 +14,10 @@ from armature.parallel import process_group
 def capture() -> dict[str, Any]:
     """Return everything that the next draw depends on, as tensors and plain values."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(
-        tuple[str, Any, int, int, float], np.random.get_state(legacy=True)
-    )
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        "numpy": (
-            str(name),
-            torch.from_numpy(keys.astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -37,8 +29,8 @@ def restore(state: dict[str, Any]) -> None:
     """Continue to draw from what `capture` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
