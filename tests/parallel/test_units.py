@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armature.models.plan import Plan
-from armature.parallel import apply, initialization, units
+from armature.parallel import apply, units
 from tests.parallel.building import decoder_on_meta, options, parallelize
 from tests.support.parity.harness import DECODER, on_ranks
 
@@ -90,13 +90,6 @@ def test_blocks_and_large_leaves_are_units_without_a_plan() -> None:
     assert units.find(model.shared, None, min_num_params=50, listed=True).modules
 
 
-def test_weights_that_share_their_memory_stay_whole() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight.data = model[0].weight.data
-    found = units.find(model, None, min_num_params=0)
-    assert {model[0].weight, model[1].weight} == found.whole
-
-
 def evaluated_twice(min_num_params: int, tied: bool) -> list[float]:
     """Return the losses of two evaluations. The weights are halved after each of them, and all
     units are resharded, as they are after training.
@@ -160,17 +153,3 @@ def divided(kept: list[Any]) -> None:
 def test_a_weight_that_something_keeps_beside_the_module_is_named(build: Any, name: str) -> None:
     with pytest.raises(RuntimeError, match=f"{name}: an attribute, closure or callback"):
         on_ranks(build, [], ranks=2)
-
-
-def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 3, bias=False)
-    handle = model.weight.register_hook(lambda grad: grad * 0.5)
-    initialization.materialize(model, device=torch.device("cpu"))
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad[0, 0] == 0.5
-    handle.remove()
-    model.zero_grad()
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.weight.grad[0, 0] == 1.0

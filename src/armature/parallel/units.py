@@ -65,16 +65,12 @@ def find(
     )
     users: dict[nn.Parameter, set[int]] = {}
     inside = {part: i for i, unit in enumerate(found) for each in unit for part in each.modules()}
-    memory: dict[int, set[nn.Parameter]] = {}  # `a.data = b.data` lets two share it
     unfit: set[Any] = {*shared}
     for part in model.modules():
         for param in part.parameters(recurse=False):
             users.setdefault(param, set()).add(inside.get(part, -1))
-            if not isinstance(param, DTensor) and not param.is_meta:
-                memory.setdefault(param.data_ptr(), set()).add(param)
             if not _fits(part, param):
                 unfit.add(param)
-    unfit |= {param for sharing in memory.values() if len(sharing) > 1 for param in sharing}
     leaves = {i for i, unit in enumerate(found) if isinstance(unit[0], LEAVES)}
     tied = {param for param, places in users.items() if len(places) > 1}
     of_model = {param for param in tied - unfit if users[param] <= leaves}
@@ -150,14 +146,14 @@ def size(*modules: nn.Module) -> int:
 
 
 def _fits(owner: nn.Module, param: nn.Parameter) -> bool:
-    """Return whether FSDP can shard a weight: torch.jit's cannot be replaced. Hooks, which the
-    strategies give those with sparse gradients, would be lost, and so would the rows that an
-    embedding with `max_norm` shortens in its forward.
+    """Return whether FSDP can shard a weight. Hooks, which the strategies give those with sparse
+    gradients, would be lost, and so would the rows that an embedding with `max_norm` shortens in
+    its forward.
     """
     hooked = param._backward_hooks or param._post_accumulate_grad_hooks
     shaped = param.ndim > 0 and param.numel() > 0 and param.is_contiguous()
     shortened = getattr(owner, "max_norm", None) is not None
-    return shaped and not (hooked or shortened or isinstance(owner, torch.jit.ScriptModule))
+    return shaped and not (hooked or shortened)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

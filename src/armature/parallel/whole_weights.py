@@ -113,8 +113,7 @@ def sharded_like(target: Any, value: Any) -> Any:
 def accept(model: nn.Module) -> None:
     """Let `load_state_dict` of a sharded model, and of its parts, take whole weights."""
     for part in model.modules():
-        # which takes no such hook; its weights are whole
-        if not isinstance(part, torch.jit.ScriptModule):
+        if any(isinstance(param, DTensor) for param in part.parameters(recurse=False)):
             part.register_load_state_dict_pre_hook(_shard)
 
 

@@ -56,9 +56,6 @@ REMEDIES = {
         f"{WHOLE}. For a loss, {FEWER}",
     "Sharding propagation failed": UNKNOWN,
     "does not have a sharding strategy registered": UNKNOWN,
-    "as_strided not supported with DTensor":
-        "torch cannot reach these elements of a sharded weight (fill_diagonal_ and the like). In a "
-        f"hook, {WHOLE}; or {FEWER}",
     ".numpy() is not supported for tensor subclasses":
         f"A sharded weight has no NumPy array. On all ranks, {WHOLE}; write the file on rank 0.",
     "Attempted to access the data pointer on an invalid python storage":
@@ -66,14 +63,9 @@ REMEDIES = {
         f"ranks, {WHOLE}; write the file on rank 0.",
     "FSDP does not support deepcopy":
         f"A sharded module was copied. Copy it in __init__ or configure_model, or {FEWER}",
-    "Can't pickle <class 'torch.distributed.fsdp":
-        "A sharded module cannot be pickled (torch.save, copy through pickle). Call "
-        f"trainer.save_checkpoint on all ranks, or load the run with armature.load; or {FEWER}",
     "gradient of a gradient": FREED,  # ours (parallel/apply.py)
     "storage of size 0": FREED,
     "its data is not allocated yet": FREED,  # from other operators
-    "can only be applied to a module once":
-        f"Two children share a module. Put them into one module that calls them; or {FEWER}",
     "Timed out waiting":
         "All ranks must call sharded layers, and what gathers or reduces, equally often: pad what "
         f"a decoder loops over to one length; or {FEWER}",
@@ -306,9 +298,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # sharded weights take over attributes, such as `_no_weight_decay` (S4, Mamba)
         for name, param in module.named_parameters(remove_duplicate=False):
             vars(param).update({**attributes.get(name, {}), **vars(param)})
-        if self.sizes["pipe"] > 1:
-            for _, model in models:
-                sharded.refuse_pickled_states(model)
         self._replicate_others(
             module, {param for _, model in models for param in model.parameters()}
         )
