@@ -16,31 +16,45 @@ from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check, randomness
 from armature.parallel.whole_weights import whole
 from tests.parallel.building import decoder_on_meta, parallelize
-from tests.support.parity.context import LAYOUTS
-from tests.support.parity.harness import (
-    DECODER,
-    assert_same,
-    on_ranks,
-)
+from tests.support.parity.harness import DECODER, Job, assert_same, mesh, on_ranks
 
-SAMPLE = [
-    "context 4, for 2 key-value heads",
-    "context 2, documents",
-    "context 2, windows",
-    "context 2, selectively recomputed, unequal targets",
-    "context 2, keys gathered, documents, windows, unequal targets",
-    "context 4, keys gathered for 2 heads",
-    "context 2 × tensor 2, keys gathered for 2 heads, unequal targets",
-    "fsdp 2 × context 2, unequal targets",
-    "replicate 2 × context 2",
-    "context 2 × tensor 2, sequence parallel, documents, unequal targets",
-    "context 2 × pipeline 2, 1f1b, unequal targets",
-    "context 2 × pipeline 2, zero bubble",
-]
+UNEQUAL: dict[str, Any] = {"ignore": True}
+DOCUMENTS, WINDOWS = {"document_token": 7}, {"windows": [5, None, 3, None]}
+GATHERED = {"context": 2, "context_method": "all_gather"}
+CONTEXT, BESIDE_FSDP = mesh(2, context=2), mesh(4, shard=2, context=2)
+BESIDE_TENSOR, BESIDE_PIPELINE = mesh(4, context=2, tensor=2), mesh(4, context=2, pipe=2)
+
+
+def of_model(job: Job, **arguments: Any) -> Job:
+    return replace(job, model_args={**DECODER, **arguments})
+
+
+LAYOUTS = {
+    "context 4, for 2 key-value heads": mesh(4, context=4),
+    "context 2, documents": of_model(CONTEXT, **DOCUMENTS),
+    "context 2, windows": of_model(CONTEXT, **WINDOWS),
+    "context 2, selectively recomputed, unequal targets": replace(
+        mesh(2, context=2, activation_checkpointing="selective"), **UNEQUAL
+    ),
+    "context 2, keys gathered, documents, windows, unequal targets": of_model(
+        replace(mesh(2, **GATHERED), **UNEQUAL), **DOCUMENTS, **WINDOWS
+    ),
+    "context 4, keys gathered for 2 heads": of_model(mesh(4, context=4), heads=2, **WINDOWS),
+    "context 2 × tensor 2, keys gathered for 2 heads, unequal targets": of_model(
+        replace(BESIDE_TENSOR, **UNEQUAL), heads=2
+    ),
+    "fsdp 2 × context 2, unequal targets": replace(BESIDE_FSDP, **UNEQUAL),
+    "replicate 2 × context 2": mesh(4, replicate=2, context=2),
+    "context 2 × tensor 2, sequence parallel, documents, unequal targets": of_model(
+        replace(BESIDE_TENSOR, **UNEQUAL), **DOCUMENTS
+    ),
+    "context 2 × pipeline 2, 1f1b, unequal targets": replace(BESIDE_PIPELINE, **UNEQUAL),
+    "context 2 × pipeline 2, zero bubble": mesh(4, context=2, pipe=2, schedule="zero_bubble"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
     assert_same(replace(LAYOUTS[name], validate=True))
 
@@ -59,7 +73,7 @@ def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
     ids=["mixed", "mixed, recomputed", "true"],
 )
 def test_bf16_equals_one_process_within_its_rounding(changes: dict[str, Any]) -> None:
-    assert_same(replace(LAYOUTS["context 2"], **changes), tolerance=2e-2)
+    assert_same(replace(CONTEXT, **changes), tolerance=2e-2)
 
 
 HEADS = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted"}
@@ -68,16 +82,19 @@ ADAPTER = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("job", "changes"),
     [
-        ("fsdp 2 × context 2", {"model_args": {**DECODER, **HEADS}, "adapter": ADAPTER}),
-        ("context 2", {"ema": 0.9, "validate": True}),
-        ("context 2 × tensor 2", {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}}),
+        (of_model(BESIDE_FSDP, **HEADS), {"adapter": ADAPTER}),
+        (CONTEXT, {"ema": 0.9, "validate": True}),
+        (
+            mesh(4, context=2, tensor=2, sequence_parallel=False),
+            {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}},
+        ),
     ],
     ids=["adapters, biases, weighted norms of heads", "moving average", "Muon"],
 )
-def test_a_variant_trains_as_one_process_does(name: str, changes: dict[str, Any]) -> None:
-    assert_same(replace(LAYOUTS[name], **changes))
+def test_a_variant_trains_as_one_process_does(job: Job, changes: dict[str, Any]) -> None:
+    assert_same(replace(job, **changes))
 
 
 # ---------------------------------------------------------------- calls of the model

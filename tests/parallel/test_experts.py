@@ -1,7 +1,4 @@
-"""Mixtures train as in one process.
-
-`python -m tests.support.parity --only mixture` runs all layouts.
-"""
+"""Mixtures train as in one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +15,7 @@ from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from tests.parallel.building import parallelize
 from tests.support.parity.harness import (
+    DECODER,
     Job,
     Run,
     alone,
@@ -25,26 +23,58 @@ from tests.support.parity.harness import (
     fit,
     fit_once,
     gathered_types,
+    mesh,
     on_ranks,
     repeats,
 )
-from tests.support.parity.mixtures import LAYOUTS as MIXTURES
 
-SAMPLE = (  # each of these holds something that the others do not
-    "mixture, ddp 2",
-    "mixture, fsdp 2, expert 2, ignored",
-    "mixture, fsdp 4, expert 2, selective",
-    "mixture, hsdp 2×2, expert 2",
-    "mixture, fsdp 2 × tensor 2, expert 4",
-    "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",
-    "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed",
-    "mixture, tensor 2 × pipeline 2, zero bubble",
-    "mixture, context 2 × fsdp 2, expert 4, ignored",
-)
+MODEL = {
+    **DECODER,
+    "experts": 8,
+    "active": 2,
+    "expert_hidden": 32,
+    "shared_hidden": 64,
+    "dense_layers": 1,
+}
 
-GUARANTEED = ("mixture, fsdp 2, expert 2, ignored",)
-FSDP = MIXTURES["mixture, fsdp 2"]
-CONTEXT = replace(FSDP, options={**FSDP.options, "shard": 1, "context": 2, "expert": 2})
+
+def mixture(job: Job, **changes: Any) -> Job:
+    path = "armature.models.mixture.model.MixtureDecoder"
+    return replace(job, **{"model": path, "model_args": MODEL, **changes})
+
+
+DDP, FSDP = mixture(Job("DDP", ranks=2)), mixture(mesh(2, shard=2))
+EXPERT, OF_4 = mixture(mesh(2, shard=2, expert=2)), mixture(mesh(4, shard=4, expert=2))
+TENSOR = mixture(mesh(4, shard=2, tensor=2, expert=2))
+LAYOUTS = {  # each of these holds something that the others do not
+    "ddp 2": DDP,
+    "fsdp 2, expert 2, ignored": replace(EXPERT, ignore=True),
+    "fsdp 4, expert 2, selective": mixture(
+        mesh(4, shard=4, expert=2, activation_checkpointing="selective")
+    ),
+    "hsdp 2×2, expert 2": mixture(mesh(4, replicate=2, shard=2, expert=2)),
+    "fsdp 2 × tensor 2, expert 4": mixture(mesh(4, shard=2, tensor=2, expert=4)),
+    "fsdp 2 × pipeline 2, expert 2, zero bubble": mixture(
+        mesh(4, pipe=2, shard=2, expert=2, schedule="zero_bubble")
+    ),
+    "fsdp 2 × pipeline 2, expert 2, interleaved, recomputed": mixture(
+        mesh(
+            4,
+            pipe=2,
+            shard=2,
+            expert=2,
+            schedule="interleaved_1f1b",
+            activation_checkpointing="every",
+        )
+    ),
+    "tensor 2 × pipeline 2, zero bubble": mixture(
+        mesh(4, pipe=2, tensor=2, schedule="zero_bubble")
+    ),
+    "context 2 × fsdp 2, expert 4, ignored": mixture(
+        mesh(4, context=2, shard=2, expert=4), ignore=True
+    ),
+}
+GUARANTEED = ("fsdp 2, expert 2, ignored",)
 
 
 def assert_same_with_biases(job: Job) -> Run:
@@ -63,11 +93,11 @@ def assert_same_with_biases(job: Job) -> Run:
     "name",
     [
         pytest.param(name, marks=[pytest.mark.guarantee] if name in GUARANTEED else [])
-        for name in SAMPLE
+        for name in LAYOUTS
     ],
 )
 def test_mixture_trains_as_in_one_process(name: str) -> None:
-    job = MIXTURES[name]
+    job = LAYOUTS[name]
     run, axes = assert_same_with_biases(job), job.options
     if not axes.get("pipe"):
         spread = (
@@ -94,7 +124,7 @@ class Traffic(TorchDispatchMode):
 
 def traffic(mode: str) -> tuple[str, str]:
     with torch.device("meta"):
-        model = MixtureDecoder(**FSDP.model_args)
+        model = MixtureDecoder(**MODEL)  # pyright: ignore[reportArgumentType]
     options = {"expert": 2, "activation_checkpointing": mode}
     parallelize(model, axes={"shard": 2}, plan=PLAN, **options)
     ids = torch.randint(96, (2, 17))
@@ -121,9 +151,9 @@ def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        (MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]),
-        (MIXTURES["mixture, fsdp 2, expert 2"], CONTEXT),
-        (MIXTURES["mixture, deepspeed 3 at 2"], MIXTURES["mixture, fsdp 2, expert 2"]),
+        (mixture(mesh(4, shard=4, expert=4)), TENSOR),
+        (EXPERT, mixture(mesh(2, context=2, expert=2))),
+        (mixture(Job("DeepSpeed", {"stage": 3}, ranks=2)), EXPERT),
     ],
     ids=["fsdp to tensor", "expert to context", "ZeRO-3 to expert"],
 )
@@ -137,13 +167,12 @@ def test_a_checkpoint_of_one_expert_layout_resumes_under_another(
 
 @pytest.mark.slow
 def test_a_resume_on_the_same_layout_repeats_every_bit() -> None:
-    job = MIXTURES["mixture, fsdp 2, expert 2"]
-    assert repeats(job, fit_once(job))
+    assert repeats(EXPERT, fit_once(EXPERT))
 
 
 @pytest.mark.slow
 def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases() -> None:
-    job = replace(MIXTURES["mixture, fsdp 2, expert 2"], adapter={"rank": 2}, steps=4)
+    job = replace(EXPERT, adapter={"rank": 2}, steps=4)
     run, reference = assert_same(job), fit_once(replace(alone(job), steps=job.steps))
     assert run.facts["load"] == reference.facts["load"]
     assert max(run.facts["load"][-1]) > 1
@@ -153,34 +182,32 @@ def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases()
 
 
 MUON = {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}}
-SIX = {**FSDP.model_args, "experts": 6}
+SIX = {**MODEL, "experts": 6}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("job", "changes"),
     [
-        ("fsdp 4, expert 2", MUON),
-        ("fsdp 2 × tensor 2, expert 2", MUON),
-        ("fsdp 2, expert 2", {"optimizer": "armature.optim.adamw.adamw"}),  # fused
-        ("fsdp 4, expert 2", {"model_args": SIX}),  # experts are cut within
-        ("fsdp 2, expert 2", {"ema": 0.9, "validate": True}),
+        (OF_4, MUON),
+        (TENSOR, MUON),
+        (EXPERT, {"optimizer": "armature.optim.adamw.adamw"}),  # fused
+        (OF_4, {"model_args": SIX}),  # experts are cut within
+        (EXPERT, {"ema": 0.9, "validate": True}),
     ],
 )
-def test_a_variant_trains_as_in_one_process(name: str, changes: dict[str, Any]) -> None:
-    assert_same_with_biases(replace(MIXTURES[f"mixture, {name}"], steps=6, **changes))
+def test_a_variant_trains_as_in_one_process(job: Job, changes: dict[str, Any]) -> None:
+    assert_same_with_biases(replace(job, steps=6, **changes))
 
 
 @pytest.mark.slow
 def test_bf16_equals_one_process_within_its_ties() -> None:
-    assert_same(
-        replace(MIXTURES["mixture, fsdp 2, expert 2"], precision="bf16-mixed"), tolerance=5e-2
-    )
+    assert_same(replace(EXPERT, precision="bf16-mixed"), tolerance=5e-2)
 
 
 @pytest.mark.slow
 def test_sharding_does_not_round_a_routers_weight() -> None:
-    job = replace(MIXTURES["mixture, fsdp 2"], steps=1, precision="bf16-mixed")
+    job = replace(FSDP, steps=1, precision="bf16-mixed")
     assert gathered_types(Router, job) == [{torch.float32}] * 2
 
 
@@ -207,9 +234,7 @@ def _skips_nan(job: Job) -> Run:
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> None:
-    jobs = (
-        replace(MIXTURES[f"mixture, {name}"], steps=4) for name in ("fsdp 2, expert 2", "ddp 2")
-    )
+    jobs = (replace(job, steps=4) for job in (EXPERT, DDP))
     run, reference = (on_ranks(_skips_nan, job, ranks=2)[0] for job in jobs)
     assert (
         np.isnan(run.grad_norms).tolist()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parity import context
 from tests.support.parity.harness import (
     DECODER,
     LAYOUTS,
@@ -40,7 +39,7 @@ ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
 DEEPSPEED = "deepspeed 3 at 2"
 CONTEXT = "fsdp 2 × context 2"
 DDP, FSDP, TENSOR, PIPE = Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, tensor=2), mesh(2, pipe=2)
-EVERY = {**LAYOUTS, CONTEXT: context.LAYOUTS[CONTEXT]}
+EVERY = {**LAYOUTS, CONTEXT: mesh(4, shard=2, context=2)}
 FAMILIES = (  # a layout of each strategy; the expert axis is in test_experts.py
     "single",
     "ddp 2",
