@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.faults.faults import BY_NAME, flip_byte, strike
+from tests.support.faults.faults import BY_NAME, strike
 from tests.support.faults.runs import RANKS, STEPS, Run, Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -51,23 +51,10 @@ def copy(session, request):
     return copied, reference
 
 
-def test_other_weights_are_not_taken_for_equal(copy):
-    run, reference = copy
-    (run.checkpoints / "last").write_text(f"step={STEPS - 2:06d}\n")
-    assert run.difference(reference) == "weights differ"
-
-
-def test_other_metrics_are_not_taken_for_equal(copy):
-    run, reference = copy
-    with (run.directory / "metrics.csv").open("a") as file:
-        file.write("\n")
-    assert run.difference(reference) == "metrics.csv differs"
-
-
 def test_what_a_crash_leaves_is_found(copy):
     run, _ = copy
     (run.checkpoints / "step=000099.part").mkdir()
-    flip_byte(run.checkpoints / f"step={STEPS:06d}")
+    (run.checkpoints / f"step={STEPS:06d}" / "__0_0.distcp").write_bytes(b"cut")
     assert [found.partition(":")[0] for found in run.half_checkpoints()] == [
         "step=000099.part",
         f"step={STEPS:06d}",

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.guarantees import users
-from tests.guarantees.runs import PACKAGES, of_user, rows
+from tests.guarantees.runs import PACKAGES, of_user
+from tests.running import rows
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 COMMAND = of_user("Normalized")

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
-from tests.guarantees.runs import of_example, of_user, rows, samples, signal_at
+from tests.guarantees.runs import of_example, of_user, samples, signal_at
+from tests.lightning_habits.compare import assert_equal, differences
+from tests.running import rows
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 # dropout, noise in data and steps, BatchNorm, a buffer, metrics, a schedule on a metric, state of
@@ -30,20 +32,20 @@ def test_a_stop_leaves_no_trace_in_a_module_with_state_of_every_kind(layout, at,
     """Inside an epoch, and at its end, before a validation that is due."""
     run_dir = runs.stopped(STATEFUL, layout, at=at)
     straight = runs.straight(STATEFUL, layout)
-    runs.assert_equal(run_dir, straight)
+    assert_equal(straight, run_dir)
     assert samples(run_dir) == samples(straight)
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "pipeline 2"])
 def test_a_stop_leaves_no_trace_in_a_sharded_model(layout, runs):
     command = of_example()
-    runs.assert_equal(runs.stopped(command, layout, at=[5]), runs.straight(command, layout))
+    assert_equal(runs.straight(command, layout), runs.stopped(command, layout, at=[5]))
 
 
 def test_two_optimizers_by_hand_resume(runs):
     command = of_user("Adversarial")
     run_dir = runs.stopped(command, "ddp 2", at=[6], rank=1)  # of 24: two per batch
-    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
+    assert_equal(runs.straight(command, "ddp 2"), run_dir)
 
 
 def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
@@ -51,7 +53,7 @@ def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
     runs.start(run_dir, command, "ddp 2", signal_at([5], rank=1), expect=143)
     assert rows(run_dir)[-1]["step"] in ("5", "6")
     runs.start(run_dir, command, "ddp 2")
-    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
+    assert_equal(runs.straight(command, "ddp 2"), run_dir)
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp 2"])
@@ -65,7 +67,7 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
         ended = runs.start(run_dir, saving, layout, kill, expect=None)
         assert -9 in ended.codes
     runs.start(run_dir, saving, layout)
-    runs.assert_equal(run_dir, runs.straight(saving, layout))
+    assert_equal(runs.straight(saving, layout), run_dir)
 
 
 def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_stops(runs):
@@ -77,7 +79,7 @@ def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_
     for layout in ("single", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2", "fsdp 2 × tensor 2"):
         runs.start(run_dir, command, layout, stop, expect=143)
     runs.start(run_dir, command, "single, micro-batch 2", stop)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert not (found := differences(run_dir, runs.straight(command))), found
 
 
 def test_batchnorm_and_optimizers_by_hand_change_their_layout(runs):
@@ -85,7 +87,7 @@ def test_batchnorm_and_optimizers_by_hand_change_their_layout(runs):
         command, run_dir = of_user(module, "checkpoint.background=true"), runs.new()
         runs.start(run_dir, command, "fsdp 2", signal_at([at]), expect=143)
         runs.start(run_dir, command, "single")
-        runs.assert_close(run_dir, runs.straight(command))
+        assert not (found := differences(run_dir, runs.straight(command))), found
 
 
 def largest(checkpoint):
@@ -124,7 +126,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, runs):
     runs.start(run_dir, command, "single", signal_at([7], name="SIGKILL"), expect=-9)
     damage(run_dir / "checkpoints" / "step=000006", runs)
     runs.start(run_dir, command, "single")
-    runs.assert_equal(run_dir, runs.straight(command))
+    assert_equal(runs.straight(command), run_dir)
 
 
 def test_every_file_of_a_checkpoint_is_synced_before_the_checkpoint_has_its_name(runs):
@@ -158,4 +160,4 @@ def test_plain_attributes_of_users_objects_are_put_back(runs):
     runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
     runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
     runs.start(run_dir, command, "ddp 2")
-    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
+    assert_equal(runs.straight(command, "ddp 2"), run_dir)

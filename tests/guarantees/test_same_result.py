@@ -4,6 +4,7 @@ every strategy, number of processes and micro-batch."""
 import pytest
 
 from tests.guarantees.runs import of_example, of_user, samples
+from tests.lightning_habits.compare import differences
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
@@ -11,7 +12,7 @@ pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 def assert_same(runs, command, layout):
     run_dir = runs.new()
     runs.start(run_dir, command, layout)
-    runs.assert_close(run_dir, runs.straight(command))
+    assert not (found := differences(run_dir, runs.straight(command))), found
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.guarantees.runs import of_example, of_user, rows, signal_at
+from tests.guarantees.runs import of_example, of_user, signal_at
+from tests.running import rows
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow

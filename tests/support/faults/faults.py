@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests import running
-from tests.support import slurm_cluster
 from tests.support.faults.inject import EVERY_RANK
 from tests.support.faults.runs import LIMIT, STEPS, WITHIN, Command, Run, wait_until
 from tests.support.two_hosts import RUN, Host, ip, two_hosts
@@ -160,20 +159,6 @@ def press_ctrl_c(run: Run, command: Command) -> None:
 
 
 # ---------------------------------------------------------------- other hands in the run directory
-def without_metrics(fault: Fault, run: Run) -> list[str]:
-    """Remove metrics.csv while the run trains: the rest of it must be complete."""
-    command = started(fault, run)
-    file = run.directory / "metrics.csv"
-    file.unlink()
-    run.release()
-    command.wait(LIMIT)
-    reference = run.session.reference(run.strategy).directory
-    found, expected = running.rows(run.directory), running.rows(reference)
-    problems = [] if found and found == expected[-len(found) :] else ["metrics.csv differs"]
-    shutil.copy(reference / "metrics.csv", file)
-    return [*problems, *judge(fault, run)]
-
-
 def typed_twice(fault: Fault, run: Run) -> list[str]:
     """Start the same command a second time while the first one trains."""
     command = started(fault, run)
@@ -214,46 +199,18 @@ def terminated(fault: Fault, run: Run) -> list[str]:
     return [*start_again(run), *judge(fault, run)]
 
 
-def damaged(harm: Callable[[Path], None]) -> Callable[[Fault, Run], list[str]]:
-    """Return the flow that damages a file of the newest checkpoint while nothing runs."""
-
-    def flow(fault: Fault, run: Run) -> list[str]:
-        stopped(run)
-        newest = run.checkpoints / (run.checkpoints / "last").read_text().strip()
-        harm(newest)
-        run.note_strike()
-        problems = start_again(run)
-        if f"{newest.name} is skipped" not in run.output():
-            problems.append(f"did not say that it passed {newest.name} over")
-        return [*problems, *judge(fault, run)]
-
-    return flow
-
-
-def shard(checkpoint: Path) -> Path:
-    return sorted(checkpoint.glob("*.distcp"))[-1]
-
-
-def truncate(checkpoint: Path) -> None:
-    os.truncate(shard(checkpoint), shard(checkpoint).stat().st_size // 2)
-
-
-def flip_byte(checkpoint: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    data = bytearray(shard(checkpoint).read_bytes())
-    data[len(data) // 2] ^= 0x10
-    shard(checkpoint).write_bytes(data)
-
-
-def remove_shard(checkpoint: Path) -> None:
-    shard(checkpoint).unlink()
-
-
-def lose_power(checkpoint: Path) -> None:
+def without_power(fault: Fault, run: Run) -> list[str]:
     """Empty the files that were written last, as a file system may after a loss of power."""
-    others = [checkpoint.parent / "last", checkpoint.parents[1] / "summary.json"]
-    for file in [*checkpoint.iterdir(), *others]:
+    stopped(run)
+    newest = run.checkpoints / (run.checkpoints / "last").read_text().strip()
+    others = [run.checkpoints / "last", run.directory / "summary.json"]
+    for file in [*newest.iterdir(), *others]:
         os.truncate(file, 0)
+    run.note_strike()
+    problems = start_again(run)
+    if f"{newest.name} is skipped" not in run.output():
+        problems.append(f"did not say that it passed {newest.name} over")
+    return [*problems, *judge(fault, run)]
 
 
 @contextlib.contextmanager
@@ -284,59 +241,7 @@ def on_a_small_disk(fault: Fault, run: Run) -> list[str]:
         return problems
 
 
-# ---------------------------------------------------------------- a scheduler, and a cable
-def under_slurm(
-    options: list[str], strike: Callable[[slurm_cluster.Cluster, str, Run], None]
-) -> Callable[[Fault, Run], list[str]]:
-    """Return the flow in which Slurm stops and restarts the run, which has one rank per node.
-
-    Args:
-        options: of sbatch.
-        strike: called when every rank waits for a signal.
-    """
-
-    def flow(fault: Fault, run: Run) -> list[str]:
-        if (reason := slurm_cluster.missing()) is not None:
-            pytest.skip(reason)
-        slurm = run.session.slurm()
-        fault.arm(run)
-        script = running.ROOT / "scripts" / "slurm" / "train.sbatch"
-        command = ["sbatch", "--parsable", f"--nodes={run.ranks}", "--ntasks-per-node=1", *options]
-        command += [f"--output={run.folder / 'output.0.txt'}", str(script)]
-        own = {name: slurm.environment[name] for name in ("PATH", "SLURM_CONF")}
-        job = slurm.run(
-            *command,
-            *run.arguments(),
-            *run.overrides,
-            check=True,
-            **run.variables() | own,
-            PYTHON=sys.executable,
-        ).strip()
-        wait_until(lambda: run.struck_at() is not None, LIMIT)
-        strike(slurm, job, run)
-        try:
-            found = slurm.wait_for_state(
-                job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=120 + LIMIT
-            )
-        finally:
-            slurm.run("scancel", job, check=False)
-        outcome = (found["JobState"], found["Restarts"] != "0")
-        problems = [] if outcome == ("COMPLETED", True) else [f"state and restarts: {outcome}"]
-        return [*problems, *judge(fault, run)]
-
-    return flow
-
-
-def requeue(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
-    """Requeue the job, as an administrator or a preemption does."""
-    run.note_strike()
-    slurm.run("scontrol", "requeue", job)
-
-
-def wait_for_the_limit(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
-    """Do nothing: the ranks wait."""
-
-
+# ---------------------------------------------------------------- a cable
 def cut_cable(fault: Fault, run: Run) -> list[str]:
     """Cut the cable between two machines (network namespaces) until the ranks have ended, reconnect
     it and start the commands again.
@@ -411,33 +316,12 @@ FAULTS = (
     ),
     Fault("kill_in_save", "in_save", 4, rank=0),
     Fault("kill_before_pointer", "in_pointer", 4, rank=0),
-    Fault("truncated", lost=2, flow=damaged(truncate)),
-    Fault("flipped_byte", lost=2, flow=damaged(flip_byte)),
-    Fault("missing_shard", lost=2, flow=damaged(remove_shard)),
-    Fault("power_loss", lost=2, flow=damaged(lose_power)),
+    Fault("power_loss", lost=2, flow=without_power),
     Fault("full_disk", "at_full_disk", rank=0, codes=(0, 1), flow=on_a_small_disk),
     Fault("hang", "at_hang", overrides=hang_after(HANG_TIMEOUT)),
     Fault("exception", "in_training_step"),
     Fault("exception_background", "in_training_step", overrides=("checkpoint.background=true",)),
-    Fault("no_metrics", "at_hold", rank=0, flow=without_metrics),
     Fault("twice", "at_hold", rank=0, flow=typed_twice),
-    Fault(
-        "slurm_requeue",
-        "at_signaled",
-        rank=EVERY_RANK,
-        lost=0,
-        flow=under_slurm([], requeue),
-        within=120,
-    ),
-    Fault(
-        "slurm_limit",
-        "at_signaled",
-        rank=EVERY_RANK,
-        lost=0,
-        overrides=("launch.stop_minutes_before_limit=1",),
-        flow=under_slurm(["--time=2", "--signal=USR1@10"], wait_for_the_limit),
-        within=120,
-    ),
     Fault(
         "network_cut",
         "at_hold",

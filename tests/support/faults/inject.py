@@ -44,7 +44,6 @@ class Inject(Callback):
         self.folder = Path(folder)
         self.over = (self.folder / "struck").exists()  # in an earlier process of this run
         self._filler: Path | None = None
-        self._signaled = False
 
     # ------------------------------------------------------------ Lightning's hooks
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,15 +80,6 @@ class Inject(Callback):
         """Wait until the fault from outside has struck."""
         self._strike(trainer)
         self._wait(lambda: (self.folder / "acted").exists())
-
-    def at_signaled(self, trainer: Trainer) -> None:
-        """Wait until this process gets a scheduler's signal or reaches its deadline."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self._listen(number)
-        deadline = float(os.environ.get("ARMATURE_DEADLINE", "inf"))
-        self._strike(trainer)
-        self._wait(lambda: self._signaled or time.time() > deadline)
-        self._strike(trainer)
 
     def at_full_disk(self, trainer: Trainer) -> None:
         """Fill the file system of the run directory, except for a few lines of a log."""
@@ -139,16 +129,6 @@ class Inject(Callback):
         end = time.monotonic() + LONGEST_HOLD
         while not until() and time.monotonic() < end:
             time.sleep(0.01)
-
-    def _listen(self, number: int) -> None:
-        usual = signal.getsignal(number)
-
-        def heard(received: int, frame: Any) -> None:
-            self._signaled = True
-            if callable(usual):
-                usual(received, frame)
-
-        signal.signal(number, heard)
 
     def _die_instead_of(self, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
         def dying(*args: Any, **kwargs: Any) -> Any:

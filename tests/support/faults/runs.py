@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from armature.checkpoint import directory, resume
+from armature.proof import compare
 from tests import running
-from tests.support import slurm_cluster
 from tests.support.faults.inject import note_strike
 
 STEPS = 10
@@ -55,12 +54,6 @@ class Session:
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
-
-    def slurm(self) -> slurm_cluster.Cluster:
-        """A Slurm of two nodes, started for the first fault that needs it."""
-        folder = self.folder / "slurm"
-        folder.mkdir(exist_ok=True)
-        return self.once("slurm", lambda: self.stack.enter_context(slurm_cluster.start(folder)))
 
     def reference(self, strategy: str) -> "Run":
         """The undisturbed run."""
@@ -259,15 +252,8 @@ class Run:
         """Return what differs in the last checkpoint or metrics.csv, or None if both are equal bit
         for bit.
         """
-        here, there = (final_tensors(run.checkpoints) for run in (self, other))
-        if here.keys() != there.keys():
-            return f"other tensors: {sorted(here.keys() ^ there.keys())[:3]}"
-        unequal = [name for name in here if not torch.equal(here[name], there[name])]
-        if unequal:
-            only_state = all(name.startswith(".optimizer_states.") for name in unequal)
-            return f"{'optimizer state differs' if only_state else 'weights differ'}"
-        files = [(run.directory / "metrics.csv").read_bytes() for run in (self, other)]
-        return None if files[0] == files[1] else "metrics.csv differs"
+        found = compare.first(compare.compare(other.directory, self.directory, exact=True))
+        return None if found is None else f"step {found.step}, {found.what}"
 
 
 class Command:
@@ -321,14 +307,3 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
         return cell is not None and Path(cell).is_relative_to(folder)
     except (psutil.Error, OSError):
         return False
-
-
-def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
-    """Return the unsharded weights and optimizer state of the last checkpoint."""
-    from armature.checkpoint import state as checkpoint
-    from armature.checkpoint import storage
-
-    directory = checkpoints / (checkpoints / "last").read_text().strip()
-    saved = storage.read_metadata(directory).state_dict_metadata
-    tensors = checkpoint.load_tensors(directory, list(saved), saved)
-    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
