@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 
-from tests.lightning_habits.habit import INSIDE, callback, ddp, fsdp, stock
+from tests.lightning_habits.habit import callback, ddp, fsdp, stock
 from tests.lightning_habits.regression import Regressor
 
 
@@ -82,21 +82,6 @@ class OnlineEvaluator(Callback):
         self.restored = state_dict
 
 
-class AttachesProbe(Callback):
-    """Gives the module another layer in setup, which its optimizer then has."""
-
-    def setup(self, trainer, pl_module, stage):
-        if not hasattr(pl_module, "probe"):
-            pl_module.probe = nn.Linear(8, 1)
-            nn.init.ones_(pl_module.probe.weight)
-            nn.init.zeros_(pl_module.probe.bias)
-
-
-class TrainsProbe(Regressor):
-    def forward(self, x):
-        return self.net(x) + self.probe(x)
-
-
 class KeepsBest(Callback):
     """Keeps the best weights in memory and puts them back at the end, as Keras does."""
 
@@ -119,22 +104,6 @@ class KeepsBest(Callback):
         self.best, self.weights = state_dict["best"], state_dict["weights"]
 
 
-class ChangesLoss(Callback):
-    """Sets an attribute of the module and the rate by the epoch: a curriculum."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        pl_module.weight_of_loss = 1.0 / (1 + trainer.current_epoch)
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.05 / (1 + trainer.current_epoch)
-
-
-class WeighsLoss(Regressor):
-    weight_of_loss = 1.0
-
-    def training_step(self, batch, batch_idx):
-        return self.weight_of_loss * super().training_step(batch, batch_idx)
-
-
 # fsdp shards one layer of Regressor, and leaves one whole
 BESIDE_WHOLE = {"also": ("strategy.min_num_params=100",), "random": True}
 HABITS = [
@@ -144,14 +113,6 @@ HABITS = [
         stock("EarlyStopping", monitor="val/loss", patience=1, mode="max"),
         "trainer.max_epochs=4",
         name="EarlyStopping",
-    ),
-    # what it monitors is there when an epoch ends, so it cannot validate within one
-    fsdp(
-        Regressor,
-        stock("EarlyStopping", monitor="train/loss", patience=1, mode="max"),
-        "trainer.max_epochs=4",
-        name="EarlyStoppingTrain",
-        resume=INSIDE,
     ),
     ddp(Regressor, stock("LearningRateMonitor", log_momentum="true"), name="LearningRateMonitor"),
     fsdp(
@@ -163,7 +124,6 @@ HABITS = [
     ddp(Finetuned, callback(Unfreeze), name="Unfreeze", sample=True),
     fsdp(Finetuned, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
     fsdp(FinetunedBesideWhole, stock("BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
-    fsdp(WeighsLoss, callback(ChangesLoss)),
     fsdp(Regressor, callback(Probe), name="Probe"),
     # the probe is called outside of autocast
     fsdp(
@@ -175,5 +135,4 @@ HABITS = [
     ),
     fsdp(Regressor, "trainer.precision=bf16-true", name="BF16", **BESIDE_WHOLE),
     ddp(Regressor, callback(OnlineEvaluator), name="OnlineEvaluator", twice=True),
-    fsdp(TrainsProbe, callback(AttachesProbe)),
 ]

@@ -194,30 +194,10 @@ class WGAN(GAN):
                 p.clamp_(-0.1, 0.1)
 
 
-class LitAutoEncoder(L.LightningModule):
-    """Lightning's first page: values without sync_dist, no validation."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 64))
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        x = x.view(x.size(0), -1)
-        loss = F.mse_loss(self.decoder(self.encoder(x)), x)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
 HABITS = [
     ddp(WGAN, NO_CLIP, data="images"),
     ddp(MNISTLitModule, data="images", sample=True, resume=OWED_AT_END),
     fsdp(UNet, data="masks", sample=True, resume=SAVED, twice=True),
-    ddp(LitAutoEncoder, data="images", apart=("train_loss",)),
     ddp(UNet, callback(EMA, decay=0.9), data="masks", name="AveragedUNet"),
     ddp(GAN, NO_CLIP, data="images", sample=True, resume=SAVED),
 ]

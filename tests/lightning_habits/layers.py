@@ -36,21 +36,6 @@ class Parametrized(Regressor):
         return self.net(torch.tanh(self.second(self.first(x))))
 
 
-class Hooked(Regressor):
-    """Forward hooks that collect activations for the loss and change inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-        self.net[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
-        self.net[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
-
-    def training_step(self, batch, batch_idx):
-        self.seen.clear()
-        loss = super().training_step(batch, batch_idx)
-        return loss + 0.01 * self.seen.pop().square().mean()
-
-
 class ParameterHooks(Regressor):
     """A hook on a parameter, which masks its gradient, as transfer learning of single rows does."""
 
@@ -58,19 +43,6 @@ class ParameterHooks(Regressor):
         super().__init__()
         self.register_buffer("mask", (torch.arange(16) % 2).float().unsqueeze(1))
         self.net[0].weight.register_hook(lambda grad: grad * self.mask)
-
-
-class LateBuffers(Regressor):
-    """A buffer that setup registers, and one whose mean all ranks move."""
-
-    def setup(self, stage):
-        if not hasattr(self, "moving"):
-            self.register_buffer("moving", torch.zeros(8))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.moving.lerp_(self.all_gather(x.mean(0)).reshape(-1, 8).mean(0), 0.1)
-        return super().training_step((x - self.moving, y), batch_idx)
 
 
 class GrowingBuffer(Regressor):
@@ -144,13 +116,6 @@ class RecomputesSelectively(Regressor):
         return checkpoint(self.net, x, use_reentrant=False, context_fn=keeps)
 
 
-class WeightOutside(Regressor):
-    """A weight that is used outside of its module's forward."""
-
-    def forward(self, x):
-        return self.net(x) + F.linear(x, self.net[0].weight).mean(1, keepdim=True)
-
-
 class SometimesUsed(Regressor):
     """A branch that only some batches take."""
 
@@ -164,18 +129,6 @@ class SometimesUsed(Regressor):
         return F.mse_loss(out, y)
 
 
-class ParameterLists(Regressor):
-    """ParameterList, ParameterDict and a parameter of one row."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
-        self.table = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(1, 8))})
-
-    def forward(self, x):
-        return self.net(x * self.scales[0] * self.scales[1] + self.table["bias"])
-
-
 class InPlace(Regressor):
     """A layer's output changes in place; of samples with positions it is a view."""
 
@@ -187,37 +140,6 @@ class InPlace(Regressor):
         x = self.inner(x[:, None])
         x += 0.5
         return self.net(x)[:, 0]
-
-
-class Tied(Regressor):
-    """Encoder and decoder share one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x):
-        return self.net(self.outer(torch.tanh(self.inner(x))))
-
-
-class FrozenBackbone(Regressor):
-    """A frozen backbone in eval mode, in no_grad; the optimizer has the head only."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.backbone(x)
-        return self.net(x)
-
-    def on_train_epoch_start(self):
-        self.backbone.eval()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
 
 
 class Penalized(Regressor):
@@ -314,21 +236,15 @@ class EvalInTraining(Regressor):
 HABITS = [
     fsdp(InPlace),
     fsdp(Parametrized, sample=True),
-    ddp(Hooked),
     fsdp(ParameterHooks),
     ddp(EvalInTraining, sample=True),
-    fsdp(LateBuffers),
     ddp(GrowingBuffer, sample=True),
     fsdp(CompiledWrapper),
     ddp(ComplexWeights),
-    fsdp(WeightOutside, also=WHOLE, sample=True),
     fsdp(OddParameters),
     ddp(Materialized),
     fsdp(RecomputesSelectively),
-    fsdp(FrozenBackbone),
     ddp(SometimesUsed, also=FIND_UNUSED),
-    fsdp(ParameterLists),
-    fsdp(Tied),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),
     replace(ddp(SetsRows, name="SetsRowsOfAnEngine"), layout="zero2"),

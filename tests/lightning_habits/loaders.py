@@ -58,25 +58,6 @@ class TwoLoaders(Regressor):
         self.log(f"own/{dataloader_idx}", loss, add_dataloader_idx=False, sync_dist=True)
 
 
-class Unshuffled(Vectors):
-    """drop_last, no shuffling, a number of samples that the batch does not divide."""
-
-    def setup(self, stage=None):
-        super().setup(stage)
-        self.train = data.Samples(self.sample, range(52))
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=self.batch_size, drop_last=True)
-
-
-class Weighted(Vectors):
-    """WeightedRandomSampler for classes of unequal size."""
-
-    def train_dataloader(self):
-        weights = torch.linspace(0.1, 1, 48)
-        return DataLoader(self.train, batch_size=8, sampler=WeightedRandomSampler(weights, 48))
-
-
 class TwoValidations(Vectors):
     def val_dataloader(self):
         return [super().val_dataloader(), super().test_dataloader()]
@@ -371,10 +352,8 @@ class SetsSamplerWeights(Regressor):
 
 
 HABITS = [
-    fsdp(data=Weighted),
     fsdp(TwoLoaders, data=TwoValidations),
     ddp(data=Vectors, sample=True),
-    fsdp(data=Unshuffled),
     ddp(data=Distributed),
     ddp(FromDict, data=Collated),
     ddp(data=WithState, twice=True),

@@ -50,28 +50,7 @@ class ManualClosure(Manual):
         return [optimizer], [schedule]
 
 
-class TwoOptimizers(Manual):
-    """Body and head have optimizers of their own, stepped by turns."""
-
-    def training_step(self, batch, batch_idx):
-        opts = self.optimizers()
-        opt = opts[batch_idx % 2]
-        loss = self.shared_step(batch, "train")
-        self.toggle_optimizer(opt)
-        opt.zero_grad()
-        self.manual_backward(loss)
-        opt.step()
-        self.untoggle_optimizer(opt)
-        return {"loss": loss}
-
-    def configure_optimizers(self):
-        return (
-            torch.optim.SGD(self.net[0].parameters(), lr=0.05, momentum=0.9),
-            torch.optim.Adam(self.net[2].parameters(), lr=0.01),
-        )
-
-
-class Frequencies(TwoOptimizers):
+class Frequencies(Manual):
     """The head is stepped with every batch, the body with every third, each by its schedule."""
 
     def training_step(self, batch, batch_idx):
@@ -88,7 +67,8 @@ class Frequencies(TwoOptimizers):
             body_schedule.step(self.trainer.callback_metrics.get("val/loss", torch.tensor(1.0)))
 
     def configure_optimizers(self):
-        body, head = super().configure_optimizers()
+        body = torch.optim.SGD(self.net[0].parameters(), lr=0.05, momentum=0.9)
+        head = torch.optim.Adam(self.net[2].parameters(), lr=0.01)
         plateau = lr_scheduler.ReduceLROnPlateau(body, patience=0, mode="max")
         return (
             {"optimizer": body, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"}},
@@ -150,18 +130,6 @@ class Multitask(Manual):
         opt.step()
 
 
-class StepsAtTheEnd(Manual):
-    """Gradients of a whole epoch, one step in on_train_epoch_end."""
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.shared_step(batch, "train") / self.trainer.num_training_batches)
-
-    def on_train_epoch_end(self):
-        opt = self.optimizers()
-        opt.step()
-        opt.zero_grad()
-
-
 class SAM(Manual):
     """Sharpness-aware minimization: two backward passes, weights moved and restored between."""
 
@@ -208,13 +176,10 @@ class OwnZeroGrad(Regressor):
 HABITS = [
     fsdp(ManualAccumulation, NO_CLIP, sample=True, resume=INSIDE),
     ddp(ManualClosure, NO_CLIP),
-    ddp(TwoOptimizers, NO_CLIP, twice=True),
-    ddp(Manual, NO_CLIP),
     ddp(SyncsLate, NO_CLIP),
     ddp(PlainOptimizers, NO_CLIP),
     fsdp(NoOptimizer, NO_CLIP),
-    fsdp(Frequencies, NO_CLIP),
-    ddp(StepsAtTheEnd, NO_CLIP),
+    fsdp(Frequencies, NO_CLIP, twice=True),
     fsdp(SAM, NO_CLIP),
     fsdp(AccumulatesByHooks, resume=INSIDE, stop=8, sample=True),
     fsdp(Multitask, NO_CLIP),

@@ -192,19 +192,6 @@ class LogsAtStart(Regressor):
         return loss
 
 
-class MetricInLoss(Regressor):
-    """A metric that is never reset scales the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = MeanMetric()
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.scale.update(loss.detach())
-        return loss / self.scale.compute()
-
-
 class ReadsMetrics(Regressor):
     """What was logged in the validation and the step before decides the loss."""
 
@@ -227,7 +214,6 @@ HABITS = [
     ddp(LogsEverywhere),
     ddp(LogsAtStart, resume=INSIDE, stop=12),
     # each rank's own values are in the loss
-    ddp(MetricInLoss, random=True),
     fsdp(ReadsMetrics, random=True, resume=INSIDE),
     fsdp(GathersInValidation, sample=True),
 ]

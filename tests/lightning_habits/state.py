@@ -53,21 +53,6 @@ class NumpyState(Regressor):
         self.seen = checkpoint["seen"]
 
 
-class ExtraState(Regressor):
-    """A buffer that counts, beside one that no state dict holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
-
-    def forward(self, x):
-        return self.net(x + 0.01 * self.table * self.steps)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.steps += 1
-
-
 class Frozen(Regressor):
     """A frozen part, which every start makes the same."""
 
@@ -184,7 +169,6 @@ class CountsIterator(Regressor):
 HABITS = [
     ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}"),
     ddp(NumpyState, resume=SAVED, sample=True),
-    fsdp(ExtraState),
     fsdp(DropsOnSave),
     ddp(SavesItself),
     fsdp(SavesWhole),

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from armature.callbacks.ema import EMA
-from tests.lightning_habits.habit import INSIDE, OWED, WHOLE, callback, ddp, fsdp, stock
+from tests.lightning_habits.habit import INSIDE, OWED, WHOLE, ddp, fsdp, stock
 from tests.lightning_habits.regression import Regressor
 
 
@@ -198,5 +197,4 @@ HABITS = [
     ddp(Regressor, stock("EMAWeightAveraging", decay=0.9), name="EMAWeightAveraging"),
     fsdp(SwapsAverage, sample=True, resume=OWED),
     fsdp(TeacherAtStart, resume=INSIDE),
-    fsdp(Regressor, callback(EMA, decay=0.9), name="OurEMA"),
 ]
