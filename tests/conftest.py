@@ -58,6 +58,14 @@ def forks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def runs(forks):
+    """Starts train.py on the modules of tests/plain_parts.py."""
+    from tests.plain_runs import PlainRuns
+
+    return PlainRuns(forks)
+
+
+@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_CACHE", str(tmp_path_factory.mktemp("cache")))

@@ -1,6 +1,5 @@
 """Modules, data and callbacks as people write them for Lightning."""
 
-import copy
 from pathlib import Path
 
 import lightning as L
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -54,49 +52,22 @@ def embedding(net, x):
     return net.embedding(x).mean(1)
 
 
-def linear(net, x):
-    return net.first(x[:, None].float() / 16).mean(1)
-
-
 def bare_weight(net, x):
     return F.linear(x[:, None].float() / 16, net.first.weight).mean(1)
-
-
-def detached(net, x):
-    return F.linear(x[:, None].float() / 16, net.first.weight.detach(), net.first.bias).mean(1)
-
-
-def row(net, x):
-    return net.embedding.weight[x].mean(1)
 
 
 def number(net, x):
     return net.temperature * x.float().mean()
 
 
-def temperature(net, x):
-    return net.temperature.exp() * x.float().mean(0, keepdim=True) / 16
-
-
-def in_place(net, x):
-    return (x.float() / 16).mul_(net.temperature)
-
-
-def metric(net, x):
-    column = x[:, None].float() / 16
-    return torch.cdist(column, net.first.weight).mean(1)
-
-
-USES = {each.__name__: each for each in (embedding, linear, bare_weight, detached, row, number,
-                                         temperature, in_place, metric)}  # fmt: skip
+USES = {"embedding": embedding, "bare_weight": bare_weight, "number": number}
 
 
 class Apart(L.LightningModule):
     """Uses weights of its network outside of the network's forward, in steps and hooks."""
 
-    def __init__(self, use="embedding", average="number"):
+    def __init__(self, use="embedding"):
         super().__init__()
-        self.save_hyperparameters()
         self.net, self.teacher = Net(), Net()
         self.teacher.requires_grad_(False)
         self.use = USES[use]
@@ -115,10 +86,7 @@ class Apart(L.LightningModule):
         self.log("without_gradients", own, sync_dist=True)
         with torch.no_grad():
             for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                if self.hparams.average == "number":
-                    old.mul_(0.9).add_(new, alpha=0.1)
-                else:  # the same on all ranks
-                    old.data = old.data * torch.tensor(0.9) + new.data * torch.tensor(0.1)
+                old.mul_(0.9).add_(new, alpha=0.1)
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -127,31 +95,6 @@ class Apart(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-class ByHand(Apart):
-    """Manual optimization whose own numbers, on all ranks the same, stand beside gradients."""
-
-    def __init__(self, use="embedding"):
-        super().__init__(use)
-        self.automatic_optimization = False
-        self.averaged = AveragedModel(copy.deepcopy(self.net), avg_fn=get_swa_avg_fn())
-
-    def training_step(self, batch, batch_idx):
-        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        for param in self.net.parameters():
-            param.grad = param.grad * torch.tensor(0.5)
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        optimizer.step()
-        self.averaged.update_parameters(self.net)
-        self.log("averaged", sum(p.detach().norm() for p in self.averaged.parameters()))
-        return loss
-
-    def configure_optimizers(self):
-        rate = torch.tensor(0.05)
-        return torch.optim.Adam(self.net.parameters(), lr=rate)
 
 
 class Line(L.LightningModule):

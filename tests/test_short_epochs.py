@@ -4,7 +4,7 @@ import pytest
 
 from tests import running
 from tests.plain_parts import Line
-from tests.plain_runs import LINE, PlainRuns, column, stop_at
+from tests.plain_runs import LINE, column, stop_at
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +23,6 @@ TINY = (
     "trainer.max_epochs=6",
     "trainer.test_at_end=true",
 )
-
-
-@pytest.fixture(scope="module")
-def runs(forks):
-    return PlainRuns(forks)
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.guarantee)])

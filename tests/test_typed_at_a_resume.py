@@ -2,16 +2,11 @@
 
 import pytest
 
-from tests.plain_runs import LINE, PlainRuns, column, stop_at
+from tests.plain_runs import LINE, column, stop_at
 
 pytestmark = pytest.mark.slow
 BOTH = [pytest.param("single", marks=pytest.mark.guarantee), "fsdp"]
 USUAL = (LINE, "+task.gamma=0.9", "+task.weight_decay=0.1")
-
-
-@pytest.fixture(scope="module")
-def runs(forks):
-    return PlainRuns(forks)
 
 
 def resumed(runs, *typed, layout="single", usual=USUAL, expect=0):

@@ -5,47 +5,22 @@ torch takes a plain tensor of one element beside a sharded weight for the same o
 
 import pytest
 
-from tests import running
-from tests.plain_parts import USES
-from tests.plain_runs import PlainRuns
+from tests.lightning_habits.compare import differences
 
-pytestmark = pytest.mark.slow
-GUARANTEED = ("embedding", "bare_weight", "number")
-
-
-@pytest.fixture(scope="module")
-def runs(forks):
-    return PlainRuns(forks)
-
-
-def assert_same_under_fsdp(runs, *overrides):
-    single, fsdp = (
-        running.rows(runs.train(*overrides, layout=layout)[0]) for layout in ("single", "fsdp")
-    )
-    assert len(single) == len(fsdp) > 0
-    for row, other in zip(single, fsdp, strict=True):
-        assert row.keys() == other.keys()
-        for column, value in row.items():
-            if value:
-                assert float(other[column]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), (
-                    row["step"],
-                    column,
-                )
+pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
+ONE = "data.eval_batch_size=1"
 
 
 @pytest.mark.parametrize(
-    "use",
-    [pytest.param(use, marks=[pytest.mark.guarantee] if use in GUARANTEED else []) for use in USES],
+    ("typed", "of_fsdp"),
+    [
+        (["+task.use=embedding", ONE], ["strategy.min_num_params=0"]),  # a unit, called apart
+        (["+task.use=bare_weight", ONE], []),
+        (["+task.use=number", ONE], []),
+        (["+data.batch_size=4", "+data.held_out=7"], []),  # unequal last batches
+    ],
 )
-def test_a_layer_called_apart_has_the_values_of_one_process(use, runs):
-    assert_same_under_fsdp(runs, f"+task.use={use}", "data.eval_batch_size=1")
-
-
-@pytest.mark.guarantee
-def test_ranks_with_unequal_last_batches_make_the_same_calls(runs):
-    assert_same_under_fsdp(runs, "+data.batch_size=4", "+data.held_out=7")
-
-
-def test_numbers_of_averages_and_gradients_stay_as_they_are(runs):
-    assert_same_under_fsdp(runs, "+task.average=tensor")
-    assert_same_under_fsdp(runs, "task._target_=tests.plain_parts.ByHand")
+def test_layers_called_apart_compute_what_one_process_does(typed, of_fsdp, runs):
+    single, _ = runs.train(*typed)
+    fsdp, _ = runs.train(*typed, *of_fsdp, layout="fsdp")
+    assert not (found := differences(fsdp, single)), found

@@ -136,17 +136,6 @@ def test_a_module_counts_targets_by_a_method_of_its_own():
         weights.count_batch(batch)
 
 
-def test_a_step_without_any_target_changes_nothing():
-    weights, loss = TargetWeights(), torch.zeros((), requires_grad=True)
-    for _ in range(2):
-        weights.count_batch({"targets": torch.full((4,), -100)})
-        weighed = weights.weight_loss(loss, micro_batches=2, ranks=1)
-    scale = weights.gradient_scale(micro_batches=2, ranks=1)
-    assert scale is not None
-    assert torch.isfinite(scale)
-    assert (weighed * scale).item() == 0
-
-
 def test_a_skipped_micro_batch_is_not_counted():
     weights = TargetWeights()
     for goes_backward, targets in ((True, 1024), (False, 512)):
