@@ -161,7 +161,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch:Tensor", "_version"),
     ("torch:Tensor", "_is_view"),
     ("torch", "_foreach_norm"),
-    ("torch", "_foreach_mul"),
     ("torch", "_foreach_mul_"),
     ("torch", "_amp_foreach_non_finite_check_and_unscale_"),
     (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")),

@@ -77,7 +77,7 @@ def _batch_norm(
         return TorchFunction.apply(input, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     dims, shape = [0, *range(2, input.ndim)], (1, -1, *[1] * (input.ndim - 2))
     x = input.double()  # in which sums over a batch are exact enough
-    ranks = Ranks(group.group_name, group.size(), group.rank())
+    ranks = Ranks.of(group)
     count = ranks.sum(x.new_tensor(x.numel() // x.shape[1]))
     if count < 2:
         raise ValueError(

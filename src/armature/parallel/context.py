@@ -45,7 +45,7 @@ class Positions:
     def __init__(self, group: dist.ProcessGroup, *, method: str = "auto") -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
         self.method = method
-        self.ranks = Ranks(group.group_name, self.size, self.rank)
+        self.ranks = Ranks.of(group)
         # of models that are running, innermost last
         self._shares: list[Tensor | None] = []
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 _operators = torch.ops._c10d_functional
@@ -28,8 +28,8 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Ranks":
-        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+    def of(cls, group: dist.ProcessGroup) -> "Ranks":
+        return cls(group.group_name, group.size(), group.rank())
 
     def sum(self, x: Tensor) -> Tensor:
         return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), "sum", self.name))

@@ -73,24 +73,21 @@ def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torc
         sharded: whether ranks hold different parts, whose squares must be added up. The same on
             every rank.
     """
-    pieces = [piece for part in parts for piece in _pieces(*part)]
-    norms = _norms(pieces, device=device)
+    alike: dict[int, list[Tensor]] = {}
+    for part, count in parts:
+        alike.setdefault(count, []).extend(_pieces(part))
+    norms = {count: _norms(pieces, device=device) for count, pieces in alike.items()}
+    total = torch.zeros((), dtype=torch.float32, device=device)  # the default type may be bf16
     if not sharded:  # as torch's clip_grad_norm_, to the last bit
-        return torch.linalg.vector_norm(norms)
-    squares = norms.square()
-    shares = [parts / ranks for _, parts in pieces]  # a sum over all ranks counts each once
-    if len({*shares}) == 1:
-        squares *= shares[0]
-    elif shares:  # torch.tensor(shares, device=…) would wait for the device
-        squares = torch.stack(torch._foreach_mul([*squares], shares))
-    return process_group.all_sum(squares.sum()).sqrt()
+        return torch.linalg.vector_norm(norms[1]) if norms else total
+    for count, each in norms.items():  # a sum over all ranks counts each part once
+        total += each.square().sum() * (count / ranks)
+    return process_group.all_sum(total).sqrt()
 
 
-def _norms(pieces: Sequence[Part], *, device: torch.device) -> Tensor:
+def _norms(pieces: Sequence[Tensor], *, device: torch.device) -> Tensor:
     """Return the 2-norm of each piece, (len(pieces),) in fp32."""
-    if not pieces:
-        return torch.zeros(0, dtype=torch.float32, device=device)
-    own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
+    own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece in pieces]
     # some parts may be float64
     dtype = reduce(torch.promote_types, {piece.dtype for piece in own}, torch.float32)
     each = torch._foreach_norm(own, 2, dtype=dtype)
@@ -100,13 +97,13 @@ def _norms(pieces: Sequence[Part], *, device: torch.device) -> Tensor:
     return alike[0] if len(alike) == 1 else torch.cat(alike)
 
 
-def _pieces(part: Tensor, parts: int) -> list[Part]:
+def _pieces(part: Tensor) -> Sequence[Tensor]:
     """Cut a large part on a CPU, which adds squares up one by one in fp32: over millions, the fifth
     digit is wrong.
     """
     if part.device.type != "cpu" or part.numel() <= _PIECE_ELEMENTS or not part.is_contiguous():
-        return [(part, parts)]
-    return [(piece, parts) for piece in part.view(-1).split(_PIECE_ELEMENTS)]
+        return [part]
+    return part.view(-1).split(_PIECE_ELEMENTS)
 
 
 @contextmanager

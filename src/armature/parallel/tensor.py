@@ -56,7 +56,7 @@ class LocalWeights:
     """Shows weights as plain tensors, this rank's parts, while a module computes."""
 
     def __init__(self, mesh: DeviceMesh, weights: list[Weight]) -> None:
-        self.mesh, self.ranks, self.weights = mesh, Ranks.of(mesh), weights
+        self.mesh, self.ranks, self.weights = mesh, Ranks.of(mesh.get_group()), weights
 
     def show(self, *_: Any) -> None:
         # FSDP puts others there while they are gathered
@@ -272,7 +272,7 @@ def shard_modules(
         What shows the weights of each of the `blocks`, for the caller to put around it. All other
         modules are ready.
     """
-    exchange = Exchange(Ranks.of(mesh), sequence_parallel=sequence_parallel)
+    exchange = Exchange(Ranks.of(mesh.get_group()), sequence_parallel=sequence_parallel)
     sharded: dict[nn.Parameter, Any] = {}  # tied ones stay tied
     scopes = {inner: block for block in blocks for inner in block.modules()}
     shown: dict[nn.Module, list[Weight]] = {}

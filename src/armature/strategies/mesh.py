@@ -190,8 +190,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.options["sequence_parallel"] = mesh.shards_sequence(
             option, device=self.root_device.type, expert=expert
         )
-        if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
-            raise ConfigError(problem)
         # a test after fit uses the same groups: each has buffers on a GPU
         if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
