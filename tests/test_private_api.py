@@ -362,13 +362,6 @@ def test_names_of_transformers_are_as_we_know_them():
     extras.command("-c", code)
 
 
-def test_a_change_is_named():
-    with pytest.raises(AssertionError, match=r"lightning 2\..* changed .*_FitLoop\.on_gone: see"):
-        check(FIT, "on_gone")
-    with pytest.raises(AssertionError, match=r"changed .*advance: see .*training/loops\.py"):
-        check(EPOCH, "advance", ("self",))
-
-
 def test_the_table_is_complete():
     used, ours = _private_names()
     known = {name for _, name, *_ in [*TABLE, *TRANSFORMERS]} | OURS_OR_PYTHONS

@@ -42,12 +42,6 @@ def test_a_stop_leaves_no_trace_in_a_sharded_model(layout, runs):
     assert_equal(runs.straight(command, layout), runs.stopped(command, layout, at=[5]))
 
 
-def test_two_optimizers_by_hand_resume(runs):
-    command = of_user("Adversarial")
-    run_dir = runs.stopped(command, "ddp 2", at=[6], rank=1)  # of 24: two per batch
-    assert_equal(runs.straight(command, "ddp 2"), run_dir)
-
-
 def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
     command, run_dir = of_example(), runs.new()
     runs.start(run_dir, command, "ddp 2", signal_at([5], rank=1), expect=143)
@@ -94,37 +88,27 @@ def largest(checkpoint):
     return max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
 
 
-def cut(checkpoint, runs):
+def cut(checkpoint):
     os.truncate(largest(checkpoint), largest(checkpoint).stat().st_size // 2)
 
 
-def flip(checkpoint, runs):
-    """Change the last bit of a weight."""
-    weights = runs.weights(checkpoint)
-    raw = max(weights.values(), key=lambda value: value.numel()).numpy().tobytes()
-    (file,) = (each for each in checkpoint.iterdir() if raw in each.read_bytes())
-    content = bytearray(file.read_bytes())
-    content[content.index(raw)] ^= 1
-    file.write_bytes(content)
-
-
-def lose(checkpoint, runs):
+def lose(checkpoint):
     largest(checkpoint).unlink()
 
 
-def leave_half(checkpoint, runs):
+def leave_half(checkpoint):
     """As a kill inside a save does."""
     half = checkpoint.with_name("step=000008.part")
     shutil.copytree(checkpoint, half)
-    cut(half, runs)
+    cut(half)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lose, leave_half])
+@pytest.mark.parametrize("damage", [cut, lose, leave_half])
 def test_a_damaged_checkpoint_is_passed_over(damage, runs):
     command = of_example(*SAVING)
     run_dir = runs.new()
     runs.start(run_dir, command, "single", signal_at([7], name="SIGKILL"), expect=-9)
-    damage(run_dir / "checkpoints" / "step=000006", runs)
+    damage(run_dir / "checkpoints" / "step=000006")
     runs.start(run_dir, command, "single")
     assert_equal(runs.straight(command), run_dir)
 

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
@@ -38,15 +40,18 @@ def options(**changes: Any) -> apply.Options:
 
 
 def parallelize(
-    model: Decoder,
+    model: nn.Module,
     *,
     axes: dict[str, int],
     prefix: str = "model.",
     imported: Collection[str] = (),
-    plan: Plan = PLAN,
+    plan: Plan | None = PLAN,
+    listed: bool = False,
     **changes: Any,
-) -> None:
-    """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
+) -> DeviceMesh:
+    """Parallelize a model on CPUs, over the axes given and with `options(**changes)`; return the
+    mesh.
+    """
     sizes = dict.fromkeys(mesh.AXES, 1) | axes
     built, context = mesh.build(sizes, device_type="cpu"), sizes["context"]
     positions = Positions(mesh.context_group(built, context=context)) if context > 1 else None
@@ -59,4 +64,6 @@ def parallelize(
         prefix=prefix,
         imported=imported,
         positions=positions,
+        listed=listed,
     )
+    return built

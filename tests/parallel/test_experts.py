@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.models.mixture.experts import Experts, Router
 from armature.models.mixture.model import MixtureDecoder
@@ -27,6 +26,7 @@ from tests.support.parity.harness import (
     on_ranks,
     repeats,
 )
+from tests.support.volume import CollectiveCounter
 
 MODEL = {
     **DECODER,
@@ -108,31 +108,18 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
         )
 
 
-class Traffic(TorchDispatchMode):
-    """Write a G for each unit that is gathered, and an X for each exchange of rows or counts."""
-
-    letters: ClassVar = {"_allgather_base_": "G", "all_to_all_single": "X"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += self.letters.get(func.__name__.partition(".")[0], "")
-        return func(*args, **(kwargs or {}))
-
-
-def traffic(mode: str) -> tuple[str, str]:
+def traffic(mode: str) -> list[list[str]]:
+    """Return the kinds of a step's collectives, forward and backward."""
     with torch.device("meta"):
         model = MixtureDecoder(**MODEL)  # pyright: ignore[reportArgumentType]
     options = {"expert": 2, "activation_checkpointing": mode}
     parallelize(model, axes={"shard": 2}, plan=PLAN, **options)
     ids = torch.randint(96, (2, 17))
-    with Traffic() as forward:
+    with CollectiveCounter() as forward:
         loss = model(ids[:, :-1], ids[:, 1:])
-    with Traffic() as backward:
+    with CollectiveCounter() as backward:
         loss.backward()
-    return forward.seen, backward.seen
+    return [[each["kind"] for each in seen.collectives] for seen in (forward, backward)]
 
 
 @pytest.mark.slow
@@ -142,9 +129,10 @@ def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
 ) -> None:
     """Of each of 3 mixtures: counts, rows and results; a recomputation repeats the last two."""
     for forward, backward in on_ranks(traffic, mode, ranks=2):
-        assert (forward.count("X"), backward.count("X")) == (3 * 3, again * 3)
+        exchanges = [each.count("all_to_all") for each in (forward, backward)]
+        assert exchanges == [3 * 3, again * 3]
         # the embedding, the dense block, the first mixture, and the block after it
-        assert forward.partition("X")[0] == "GGGG"
+        assert forward[: forward.index("all_to_all")] == ["all_gather"] * 4
 
 
 @pytest.mark.slow

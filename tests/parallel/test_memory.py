@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.building import decoder_on_meta, options
+from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import on_ranks
 
 MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads": 8}
@@ -15,24 +15,16 @@ def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
     """Return the bytes of the model, of its largest parameter, and by which building raised this
     rank's peak.
     """
-    import torch
-
-    from armature.models.decoder.plan import PLAN
-    from armature.parallel import apply, mesh
-
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": shard}
-    device_mesh = mesh.build(sizes, device_type="cpu")
     model = decoder_on_meta(**model_args)
     whole = sum(p.numel() for p in model.parameters()) * 4
     largest = max(p.numel() for p in model.parameters()) * 4
     before = peak()
-    apply.parallelize(
-        model, PLAN, device_mesh, options(), device=torch.device("cpu"), prefix="model."
-    )
+    parallelize(model, axes={"shard": shard})
     return whole, largest, peak() - before
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.slow

@@ -1,16 +1,24 @@
 """Evaluation through a pipeline: outputs equal to those of the whole model; its loss."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
 
+from armature.models.decoder.model import Decoder
+from armature.parallel import initialization
 from armature.parallel.split import SCHEDULES
 from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import DECODER, on_ranks
 
 EVERY = {**SCHEDULES, "4 stages each": SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)}
+
+
+def unsharded(**changes: int) -> Decoder:
+    model = decoder_on_meta(**DECODER | changes)
+    names = initialization.materialize(model, device=torch.device("cpu"))
+    initialization.initialize_by_name(model, seed=0, names=names)
+    return model
 
 
 def outputs(model, batches: list[int]) -> list[torch.Tensor]:
@@ -24,15 +32,9 @@ def outputs(model, batches: list[int]) -> list[torch.Tensor]:
 
 def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
     """Return the largest difference from the whole model, by schedule."""
-    from armature.parallel import initialization
-
-    build = partial(decoder_on_meta, **DECODER | {"layers": 16})
-    whole = build()
-    names = initialization.materialize(whole, device=torch.device("cpu"))
-    initialization.initialize_by_name(whole, seed=0, names=names)
-    expected, far = outputs(whole, batches), {}
+    expected, far = outputs(unsharded(layers=16), batches), {}
     for name, schedule in EVERY.items():
-        model = build()
+        model = decoder_on_meta(**DECODER | {"layers": 16})
         parallelize(
             model,
             axes={"pipe": ranks},
@@ -57,11 +59,7 @@ def unequal_batches() -> tuple[float, list[float]]:
     """Return how far outputs and losses are from the whole model's, where data ranks' batches
     differ in shape.
     """
-    from armature.parallel import initialization
-
-    whole, model = decoder_on_meta(**DECODER), decoder_on_meta(**DECODER)
-    names = initialization.materialize(whole, device=torch.device("cpu"))
-    initialization.initialize_by_name(whole, seed=0, names=names)
+    whole, model = unsharded(), decoder_on_meta(**DECODER)
     parallelize(
         model, axes={"pipe": 2, "shard": 2}, prefix="", microbatches=4, reshard_after_forward=False
     )

@@ -184,24 +184,6 @@ def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:
     assert storage.first_intact([saved], trust=True) == saved
 
 
-@pytest.mark.guarantee
-def test_code_in_meta_does_not_run(saved: Path) -> None:
-    torch.save({"global_step": Code()}, saved / "meta.pt")
-    with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
-        storage.read_meta(saved)
-    assert RAN == []
-
-
-@pytest.mark.guarantee
-def test_code_in_metadata_does_not_run(saved: Path) -> None:
-    metadata = storage.read_metadata(saved)
-    metadata.planner_data = Code()
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
-        checkpoint.load_full_state_dict(saved)
-    assert RAN == []
-
-
 def test_what_a_newer_torch_says_of_a_tensor_is_left_out(saved: Path, monkeypatch) -> None:
     metadata, state = storage.read_metadata(saved), TensorProperties.__getstate__
     with monkeypatch.context() as newer:
@@ -233,14 +215,6 @@ def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
         1,
     ]
     assert checkpoint.is_weights_only(tmp_path / "step=000000")
-
-
-@pytest.mark.guarantee
-def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "a.ckpt")
-    with pytest.raises(ConfigError, match=r"a.ckpt: refused"):
-        convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000")
-    assert RAN == []
 
 
 def test_a_machine_that_sees_no_manifest_does_not_call_the_files_intact(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from armature.models.plan import Plan
-from armature.parallel import apply, units
-from tests.parallel.building import decoder_on_meta, options, parallelize
+from armature.parallel import units
+from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import DECODER, on_ranks
 
 
@@ -131,13 +131,7 @@ def test_weights_that_change_after_an_evaluation_are_gathered_again(tied: bool) 
 def built(kept: list[Any]) -> None:
     model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
     kept.append(lambda weight=model[0][0].weight: weight)
-    from armature.parallel import mesh
-
-    sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": 2}
-    apply.parallelize(
-        model[0], None, mesh.build(sizes, device_type="cpu"), options(),
-        device=torch.device("cpu"), prefix="net.", listed=True,
-    )  # fmt: skip
+    parallelize(model[0], axes={"shard": 2}, plan=None, prefix="net.", listed=True)
 
 
 def divided(kept: list[Any]) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 import armature
 from armature.checkpoint import state
 from armature.errors import ConfigError
-from armature.parallel import apply, gradients, sharded
+from armature.parallel import gradients, mesh, sharded
 from armature.parallel.whole_weights import whole
-from tests.parallel.building import options
+from tests.parallel.building import parallelize
 from tests.support.parity.harness import on_ranks
 
 
@@ -24,17 +24,11 @@ def stack() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     if torch.distributed.is_initialized() and (ranks := torch.distributed.get_world_size()) > 1:
-        from armature.parallel import mesh
-
         sharded.guard()
-        device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}, device_type="cpu")
-        apply.parallelize(
-            model, None, device_mesh, options(min_num_params=15), device=torch.device("cpu"),
-            prefix="",
-        )  # fmt: skip
+        built = parallelize(model, axes={"shard": ranks}, plan=None, min_num_params=15)
         whole = [param for param in model.parameters() if not hasattr(param, "full_tensor")]
         assert len(whole) == 2
-        gradients.AveragedGradients(mesh.data_group(device_mesh)).add(whole)
+        gradients.AveragedGradients(mesh.data_group(built)).add(whole)
     return model
 
 

@@ -425,8 +425,6 @@ def _fit(job: Job) -> Run:
     facts = {
         "trained": {name for names in all_gather_object(trained) for name in names},
         "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
-        "bubble_share": strategy.bubble_share,
-        "elements": sum(own.values()),
         "expert_elements": sum(number for name, number in own.items() if ".experts." in name),
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
