@@ -100,7 +100,7 @@ class Forks:
         """Runs train.py to its end, as `ranks` ranks that a launcher has started.
 
         Args:
-            expect: the exit code of rank 0; None: any.
+            expect: the exit code: 0 of all ranks, others of the first one; None: any.
             seconds: after which a rank is ended by SIGALRM; 0: never.
         """
         answer = self._ask(
@@ -110,7 +110,8 @@ class Forks:
             together=True,
         )
         ended = Ended(answer["codes"], answer["stdout"])
-        assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
+        codes = {*ended.codes[: None if expect == 0 else 1]}
+        assert expect is None or codes == {expect}, f"{ended.codes}\n{ended.output[-5000:]}"
         return ended
 
     def run(

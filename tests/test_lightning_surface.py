@@ -104,12 +104,6 @@ class Away(CSVLogger):
         raise ConnectionError("no answer")
 
 
-class Unreachable(CSVLogger):
-    @property
-    def experiment(self):
-        raise ConnectionError("no route")
-
-
 def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
     ended = forks.train(
         *COMMAND,
@@ -167,13 +161,6 @@ def test_a_service_that_is_away_ends_no_run_of_two_ranks(forks):
     assert (forks.cwd / "outputs" / "d" / "summary.json").exists()
 
 
-def test_a_service_that_cannot_be_opened_is_one_line(forks):
-    away = "+logger.away={_target_:tests.test_lightning_surface.Unreachable,save_dir:.}"
-    ended = forks.train(*COMMAND, "run.name=e", away, "trainer.devices=2", ranks=2, expect=2)
-    assert "logger: Unreachable could not be opened (no route). Correct its group" in ended.output
-    assert "Traceback" not in ended.output
-
-
 ON_EXCEPTION = (
     "+callbacks.saves={_target_:lightning.pytorch.callbacks.OnExceptionCheckpoint,dirpath:saved}"
 )
@@ -211,10 +198,6 @@ class EndsWithOthers(L.Callback):
                 weight.fill_(0.5)
 
 
-class EndsEpoch(L.Callback):
-    on_train_epoch_end = EndsWithOthers.on_train_end
-
-
 class EndsItself(Images):
     def on_train_end(self):
         EndsWithOthers.on_train_end(None, self.trainer, self)  # pyright: ignore[reportArgumentType]
@@ -232,7 +215,6 @@ def test_a_run_without_loggers_and_callbacks_saves(forks):
     "ends",
     [
         "+callbacks.ends={_target_:tests.test_lightning_surface.EndsWithOthers}",
-        "+callbacks.ends={_target_:tests.test_lightning_surface.EndsEpoch}",
         "task._target_=tests.test_lightning_surface.EndsItself",
     ],
 )

@@ -48,18 +48,6 @@ class PGD(Regressor):
         self.log("val/robust", F.mse_loss(self(moved), y), sync_dist=True)
 
 
-class InnerLoop(Regressor):
-    """An adapted copy of the weights in each step, by torch.func (MAML)."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        params = dict(self.net.named_parameters())
-        inner = F.mse_loss(torch.func.functional_call(self.net, params, (x,)), y)
-        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
-        adapted = {name: p - 0.05 * g for (name, p), g in zip(params.items(), grads, strict=True)}
-        return F.mse_loss(torch.func.functional_call(self.net, adapted, (x,)), y)
-
-
 class OwnClipping(Regressor):
     """configure_gradient_clipping by epoch."""
 
@@ -68,22 +56,9 @@ class OwnClipping(Regressor):
         self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
 
 
-class NoisyGradients(Regressor):
-    """Gradients are changed in on_after_backward, and looked at for NaN."""
-
-    def on_after_backward(self):
-        for p in self.parameters():
-            if p.grad is not None:
-                assert torch.isfinite(p.grad).all()
-                p.grad.mul_(0.5)
-
-
 HABITS = [
     # fsdp has no gradient of a gradient
     ddp(Penalty, sample=True),
     fsdp(PGD),
-    # each rank adapts to its own samples
-    ddp(InnerLoop, random=True),
     fsdp(OwnClipping),
-    fsdp(NoisyGradients),
 ]

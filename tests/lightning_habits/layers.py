@@ -1,13 +1,11 @@
 """Weights and layers: parametrizations, hooks, buffers, BatchNorm, frozen and late parts."""
 
-import functools
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import armature
 from tests.lightning_habits.habit import FIND_UNUSED, WHOLE, ddp, fsdp
@@ -92,28 +90,6 @@ class OddParameters(Regressor):
     def forward(self, x):
         x = torch.cat([x, self.nothing * 2])[:, self.order]
         return self.net(self.number * x @ self.turned)
-
-
-class Materialized(Regressor):
-    """Lazy layers, whose shapes a forward pass in configure_model decides."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(1))
-
-    def configure_model(self):
-        if any(nn.parameter.is_lazy(p) for p in self.parameters()):
-            self.net(torch.zeros(2, 8))
-
-
-class RecomputesSelectively(Regressor):
-    """Gradient checkpointing, which keeps matrix products."""
-
-    def forward(self, x):
-        keeps = functools.partial(
-            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
-        )
-        return checkpoint(self.net, x, use_reentrant=False, context_fn=keeps)
 
 
 class SometimesUsed(Regressor):
@@ -242,8 +218,6 @@ HABITS = [
     fsdp(CompiledWrapper),
     ddp(ComplexWeights),
     fsdp(OddParameters),
-    ddp(Materialized),
-    fsdp(RecomputesSelectively),
     ddp(SometimesUsed, also=FIND_UNUSED),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),

@@ -343,14 +343,6 @@ class SetsWeightsInside(Regressor):
             self.trainer.datamodule.weights.copy_(weights)
 
 
-class SetsSamplerWeights(Regressor):
-    """The same through the Trainer's loader, when an epoch begins."""
-
-    def on_train_epoch_start(self):
-        weights = torch.linspace(0.1, 1 + self.current_epoch, 48).double()
-        self.trainer.train_dataloader.sampler.weights = weights
-
-
 HABITS = [
     fsdp(TwoLoaders, data=TwoValidations),
     ddp(data=Vectors, sample=True),
@@ -370,6 +362,5 @@ HABITS = [
     ddp(data=ShuffledStream),
     fsdp(OtherName),
     ddp(data=Streaming, sample=True, twice=True),
-    ddp(SetsWeightsInside, data=HardExamples, sample=True),
-    fsdp(SetsSamplerWeights, data=HardExamples, twice=True),
+    ddp(SetsWeightsInside, data=HardExamples, sample=True, twice=True),
 ]
