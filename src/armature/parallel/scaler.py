@@ -39,18 +39,6 @@ class SharedScaler(torch.amp.GradScaler):
 
     skipped: bool = False
 
-    @classmethod
-    def replacing(
-        cls, scaler: torch.amp.GradScaler, *, device: torch.device, ranks: int
-    ) -> "SharedScaler":
-        """Return one with the state of `scaler`, which has made no step."""
-        shared = cls(device=device.type)
-        shared.load_state_dict(scaler.state_dict())
-        shared._ranks = ranks
-        return shared
-
-    _ranks: int
-
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -70,7 +58,7 @@ class SharedScaler(torch.amp.GradScaler):
                 found = torch.zeros_like(found_inf, device=device)
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
                 found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-            if self._ranks > 1:
+            if dist.is_initialized():
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
 

@@ -81,9 +81,9 @@ class GradientMixin(LayoutMixin):
         super().setup(trainer)
         plugin: Any = self._own_precision()
         if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
-            plugin.scaler = SharedScaler.replacing(
-                plugin.scaler, device=self.root_device, ranks=self.world_size
-            )
+            shared = SharedScaler(device=self.root_device.type)
+            shared.load_state_dict(plugin.scaler.state_dict())
+            plugin.scaler = shared
         self._trainer = trainer
         self._reduced = (
             [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()

@@ -268,13 +268,43 @@ def _types(kind: Any, job: Job) -> set[Any]:
     return seen
 
 
+def _samples(job: Job) -> list[dict[str, Any]]:
+    """Return 64 samples. Position p of the endless stream holds sample p % 64, so batches are a
+    function of the step alone.
+    """
+    import torch
+
+    args, generator = job.model_args, torch.Generator().manual_seed(1)
+
+    def drawn(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, (64, *shape), generator=generator)
+
+    if "vocab_size" in args:
+        words, length = args["vocab_size"], args["context"] + 1
+        start, noise = drawn(words, 1), drawn(5, length)
+        ids = (start + torch.arange(length) * 3 + noise) % words
+        inputs, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
+        for sample in range(64):
+            if "classes" in args:  # texts of several lengths
+                inputs[sample, length - 1 - sample * 5 % (length - 1) :] = -100
+            elif job.ignore:
+                targets[sample, : 16 if sample % 3 == 0 else sample * 7 % 13] = -100
+    else:
+        inputs = targets = torch.randn(
+            64, args["channels"], *[args["image_size"]] * 2, generator=generator
+        )
+    if "classes" in args:
+        targets = drawn(args["classes"])
+    return [{"inputs": x, "targets": y} for x, y in zip(inputs, targets, strict=True)]
+
+
 def _fit(job: Job) -> Run:
     import logging
     import warnings
 
     import lightning as L
     import torch
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -282,42 +312,7 @@ def _fit(job: Job) -> Run:
     from armature.parallel.process_group import all_gather_object
     from armature.tasks.base import Task
 
-    class Samples(Dataset):
-        """Position p of the endless stream holds sample p % 64, so batches are a function of the
-        step alone.
-        """
-
-        def __init__(self) -> None:
-            generator = torch.Generator().manual_seed(1)
-            args = job.model_args
-            if "vocab_size" in args:
-                start = torch.randint(0, args["vocab_size"], (64, 1), generator=generator)
-                noise = torch.randint(0, 5, (64, args["context"] + 1), generator=generator)
-                self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args[
-                    "vocab_size"
-                ]
-                if "classes" in args:  # texts of several lengths
-                    self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
-            else:
-                self.images = torch.randn(
-                    64, args["channels"], *[args["image_size"]] * 2, generator=generator
-                )
-                self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
-
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, sample: int) -> dict[str, torch.Tensor]:
-            if hasattr(self, "data") and hasattr(self, "labels"):
-                inputs = self.data[sample, :-1].clone()
-                inputs[len(inputs) - sample * 5 % len(inputs) :] = -100
-                return {"inputs": inputs, "targets": self.labels[sample]}
-            if hasattr(self, "data"):
-                targets = self.data[sample, 1:].clone()
-                if job.ignore:
-                    targets[: 16 if sample % 3 == 0 else sample * 7 % 13] = -100
-                return {"inputs": self.data[sample, :-1], "targets": targets}
-            return {"inputs": self.images[sample], "targets": self.labels[sample]}
+    samples: Any = _samples(job)
 
     class Stream:
         """Step k holds positions [k G, (k + 1) G).
@@ -344,12 +339,12 @@ def _fit(job: Job) -> Run:
         trainer: Any
 
         def train_dataloader(self) -> DataLoader:
-            return DataLoader(Samples(), batch_sampler=Stream(self.trainer))
+            return DataLoader(samples, batch_sampler=Stream(self.trainer))
 
         def val_dataloader(self) -> DataLoader:
             axis = self.trainer.strategy.distributed_sampler_kwargs
             return DataLoader(
-                Samples(), sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4
+                samples, sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4
             )
 
         test_dataloader = val_dataloader
