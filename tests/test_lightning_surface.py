@@ -12,7 +12,6 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import armature
 from armature.checkpoint import state
 from tests import running
 
@@ -238,23 +237,3 @@ def test_accumulation_that_a_hook_sets_is_refused_at_once(forks):
     shown = forks.train(*COMMAND, other, "run.name=k", expect=2).output
     assert "trainer.accumulate_grad_batches was 1 and is 2 now: your code has set it" in shown
     assert "Traceback" not in shown
-
-
-class ShardedHook(Images):
-    """The hook of Lightning 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = None
-
-    def configure_sharded_model(self):
-        self.net = torch.nn.Linear(2, 2)
-
-
-def test_a_run_with_the_hook_of_sharded_models_is_loaded(forks, monkeypatch):
-    other = "task._target_=tests.test_lightning_surface.ShardedHook"
-    forks.train(*COMMAND, other, "run.name=l")
-    monkeypatch.chdir(forks.cwd)
-    loaded = armature.load("outputs/l", packages=["tests"])
-    saved = state.load_full_state_dict(Path("outputs/l/checkpoints/step=000004"))
-    assert torch.equal(loaded.net.weight, saved["net.weight"])

@@ -183,7 +183,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch.distributed:Reducer", "_rebuild_buckets"),
     ("lightning.pytorch.strategies:DDPStrategy", "_setup_model", ("self", "model")),
     ("torch.nn.parallel:DistributedDataParallel", "_check_reducer_finalized"),
-    ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", ()),
     ("torch._inductor", "config"),
     ("torch._inductor.config", "_micro_pipeline_tp"),
     ("torch.ops", "_c10d_functional"),

@@ -357,8 +357,6 @@ def load_task(
     task, read = task_and_weights(cfg, checkpoint, averaged=averaged, **given)
     task.configure_model()
     # the hook of Lightning 1, which the Trainer calls in its place
-    if is_overridden("configure_sharded_model", task):
-        task.configure_sharded_model()
     try:
         _put_back(task, read())
     except ConfigError as error:

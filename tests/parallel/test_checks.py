@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -8,19 +9,21 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
+from armature.parallel.mesh import AXES
 from armature.validation import combinations as checks
 from armature.validation import signatures
 from tests.features import KINDS, OPTIONAL, TYPED, refused
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {"_target_": "armature.strategies.single.SingleDevice"}),
-    "ddp": (2, {"_target_": "armature.strategies.ddp.DDP"}),
-    "shard": (2, {"shard": 2}),
-    "context": (2, {"context": 2}),
-    "tensor": (2, {"tensor": 2}),
-    "pipeline": (2, {"pipe": 2}),
-    "deepspeed": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 2}),
-    "zero3": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3}),
+SINGLE = {"_target_": "armature.strategies.single.SingleDevice"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": SINGLE,
+    "ddp": {"_target_": "armature.strategies.ddp.DDP"},
+    "shard": {"shard": 2},
+    "context": {"context": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipe": 2},
+    "deepspeed": {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 2},
+    "zero3": {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3},
 }
 MESH = {
     "_target_": "armature.strategies.mesh.MeshStrategy",
@@ -54,7 +57,7 @@ MODEL = {
 def found(
     strategy: dict[str, Any],
     *,
-    world_size: int = 2,
+    world_size: int | None = None,
     model: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     plan: Plan | None = PLAN,
@@ -69,6 +72,9 @@ def found(
         "on_nan": "stop",
     }
     base = MESH if "_target_" not in strategy else {}
+    if world_size is None:
+        made = prod(strategy.get(axis, 1) for axis in AXES)
+        world_size = made if base else 1 if SINGLE.items() <= strategy.items() else 2
     whole = {
         "strategy": base | strategy,
         "trainer": defaults | (trainer or {}),
@@ -99,9 +105,8 @@ def with_feature(feature: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("feature", TYPED)
 def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, kind: str) -> None:
-    world_size, strategy = LAYOUTS[kind]
     arguments = with_feature(feature)
-    problems = found(strategy | arguments.pop("strategy", {}), world_size=world_size, **arguments)
+    problems = found(LAYOUTS[kind] | arguments.pop("strategy", {}), **arguments)
     columns = {"zero3": ("deepspeed", "zero3"), "context": ("shard", "context")}.get(kind, (kind,))
     reasons = [refused(feature)[column] for column in columns if column in refused(feature)]
     assert len(problems) == len(reasons), problems
@@ -116,7 +121,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"tensor": 2}, {"model": {"heads": 3}}, "does not divide model.heads=3"),
         (
             {"tensor": 4},
-            {"world_size": 4},
+            {},
             "strategy.tensor=4 does not divide model.kv_heads=2. Type strategy.tensor=2",
         ),
         ({"tensor": 2}, {"model": {"vocab_size": 97}}, "model.vocab_size=98"),
@@ -124,14 +129,13 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         (
             {"tensor": 4},
             {
-                "world_size": 4,
                 "model": {"kv_heads": 4},
                 "data": {"context": 14, "micro_batch_size": 8},
             },
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
         ),
         (
-            LAYOUTS["deepspeed"][1],
+            LAYOUTS["deepspeed"],
             {"task": {"_target_": "tests.lightning_habits.gradients.OwnClipping"}},
             "task=OwnClipping has configure_gradient_clipping, .* Type strategy=fsdp",
         ),
@@ -147,13 +151,13 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"context": 4, "tensor": 2},
-            {"world_size": 8, "plan": BY_HEADS},
+            {"plan": BY_HEADS},
             "strategy.context=4 × strategy.tensor=2 does not divide model.heads=4: .* Type "
             "strategy.context=2.$",
         ),
         (
             {"context": 3, "context_method": "all_to_all"},
-            {"world_size": 3, "model": {"context": 18}, "data": {"context": 18}},
+            {"model": {"context": 18}, "data": {"context": 18}},
             "strategy.context=3 does not divide model.heads=4: .* strategy.context=2 or "
             "strategy.context_method=all_gather",
         ),
@@ -169,7 +173,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"context": 2, "tensor": 2},
-            {"world_size": 4, "data": {"context": 18, "micro_batch_size": 8}},
+            {"data": {"context": 18, "micro_batch_size": 8}},
             "2 × strategy.context=2 with strategy.tensor=2 does not divide the positions of "
             "data.context=18. Type .*=20",
         ),
@@ -214,7 +218,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"pipe": 2, "shard": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
-            {"world_size": 4},
+            {},
             "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
         ),
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
@@ -245,14 +249,10 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             "under autocast unless they are compiled, .* Type strategy.compile=block",
         ),
         ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
-        ({"shard": 3}, {}, "does not make up the 2 processes"),
+        ({"shard": 3}, {"world_size": 2}, "does not make up the 2 processes"),
+        (SINGLE, {"world_size": 2}, "strategy=single is one process"),
         (
-            {"_target_": "armature.strategies.single.SingleDevice"},
-            {},
-            "strategy=single is one process",
-        ),
-        (
-            {"_target_": "armature.strategies.ddp.DDP"},
+            LAYOUTS["ddp"],
             {"trainer": {"precision": "16-mixed", "accelerator": "cpu"}},
             "16-mixed needs a GPU",
         ),
@@ -268,13 +268,13 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"shard": 4, "expert": 3},
-            {"world_size": 4, "model": {"experts": 9}},
+            {"model": {"experts": 9}},
             r"strategy.expert=3 does not divide the 4 ranks that it is made of \(strategy.shard=4, "
             r".*expert=2",
         ),
         (
             {"shard": 4, "expert": 4},
-            {"world_size": 4, "model": {"experts": 6}},
+            {"model": {"experts": 6}},
             "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=3, or "
             "model.experts=8",
         ),
@@ -301,7 +301,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"shard": 6, "expert": 2},
-            {"model": {"experts": 8, "width": 16, "expert_hidden": 12}, "world_size": 6},
+            {"model": {"experts": 8, "width": 16, "expert_hidden": 12}},
             "which do not divide model.width=16. Type model.experts=12",
         ),
         (
@@ -328,7 +328,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"pipe": 2, "tensor": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
-            {"model": {"experts": 8}, "world_size": 4},
+            {"model": {"experts": 8}},
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true",
         ),
     ],
@@ -343,18 +343,16 @@ def test_what_cannot_work_is_said_before_launch(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "accelerator"),
+    ("strategy", "accelerator"),
     [
-        ({"shard": 2, "context": 2, "tensor": 2, "expert": 8}, 8, "gpu"),
-        ({"tensor": 2, "expert": 2, "sequence_parallel": "auto"}, 2, "cpu"),
-        ({"pipe": 2, "shard": 2, "expert": 2, "compile": "block"}, 4, "cpu"),
+        ({"shard": 2, "context": 2, "tensor": 2, "expert": 8}, "gpu"),
+        ({"tensor": 2, "expert": 2, "sequence_parallel": "auto"}, "cpu"),
+        ({"pipe": 2, "shard": 2, "expert": 2, "compile": "block"}, "cpu"),
     ],
 )
-def test_an_expert_axis_is_made_of_ranks_of_other_axes(
-    strategy: dict, world_size: int, accelerator: str
-) -> None:
+def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, accelerator: str) -> None:
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
-    assert found(strategy, world_size=world_size, **arguments) == []
+    assert found(strategy, **arguments) == []
 
 
 def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,14 +385,11 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(
     assert "Type pip install torchao" in found({"shard": 2, "float8": "emulate"})[0]
 
 
-@pytest.mark.parametrize(
-    "strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]]
-)
+@pytest.mark.parametrize("strategy", [SINGLE, LAYOUTS["ddp"]])
 def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
-    ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
     graphs = strategy | {"compile_mode": "reduce-overhead"}
-    assert found(graphs | {"compile": "model"}, world_size=ranks) == []
-    [problem] = found(graphs | {"compile": "block"}, world_size=ranks)
+    assert found(graphs | {"compile": "model"}) == []
+    [problem] = found(graphs | {"compile": "block"})
     assert (
         "Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs."
         in problem
@@ -417,8 +412,8 @@ def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:
 
 
 def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:
-    for world_size, strategy in LAYOUTS.values():
-        assert found(strategy, world_size=world_size) == []
+    for strategy in LAYOUTS.values():
+        assert found(strategy) == []
 
 
 def test_data_axis_leaves_out_context_tensor_and_pipeline() -> None:

@@ -5,6 +5,7 @@ Parameter names stay the same.
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
@@ -151,8 +152,7 @@ def set_compile_cache_dir() -> None:
     torch's default is a temporary folder, which is deleted with the container and, on many
     clusters, with the job.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    name = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it to its default when it is imported
-    if (os.environ.get(name) or default_cache_dir()) == default_cache_dir():
+    name, default = "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_"
+    # torch sets it to its default when it is imported
+    if os.environ.get(name, default).startswith(default):
         os.environ[name] = str(cache.root(None) / "inductor")
