@@ -2,7 +2,6 @@
 and the remedy.
 """
 
-import json
 
 import pytest
 from hydra import compose
@@ -338,10 +337,6 @@ def test_a_config_that_grows_without_end_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="references"):
         run_dir.read(tmp_path)
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"metrics": {}, "global_step": 1, "stop_reason": "finished"})
-    )
-    assert run_dir.read_summary(tmp_path) is not None
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,3 @@ def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch)
         run_dir.write(cfg, [])
     with pytest.raises(NotSaved, match=r"summary\.json could not be written"):
         run_dir.write_summary(Path(cfg.run.dir), {})
-
-
-def test_a_file_where_the_checkpoints_belong_is_refused_at_the_start(tmp_path):
-    cfg = run_dir.decide(config(tmp_path), label="x")
-    directory.folder_of(Path(cfg.run.dir)).write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoints is no folder.* Move it"):
-        run_dir.write(cfg, [])

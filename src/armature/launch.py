@@ -22,7 +22,7 @@ from armature import config, run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
-from armature.launcher import environment, lock, rank, slurm, supervise
+from armature.launcher import environment, lock, rank, run_state, slurm, supervise
 from armature.layout import Layout
 from armature.planning import auto
 from armature.sweeps import trials
@@ -66,13 +66,9 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         _run(
             cfg, overrides, alone=layout.world_size == 1 and (joined or not cfg.launch.max_restarts)
         )
-    summary = run_dir.read_summary(Path(cfg.run.dir))
+    summary = run_state.read_summary(Path(cfg.run.dir))
     # the other ranks may look before rank 0 has written its summary
-    if (
-        environment.rank() == 0
-        and summary is not None
-        and summary["stop_reason"] in supervise.EXIT_CODES
-    ):
+    if environment.rank() == 0 and summary.get("stop_reason") in supervise.EXIT_CODES:
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
     return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
 
@@ -119,8 +115,6 @@ def join(cfg: DictConfig) -> bool:
             f"WORLD_SIZE={started} without MASTER_ADDR and MASTER_PORT: ranks cannot meet. "
             f"{left_over}"
         )
-    if devices * nodes > 1:
-        problems += environment.unknown_interfaces(gpus=cfg.trainer.accelerator == "gpu")
     if problems:
         raise ConfigError(problems)
     return joined
@@ -219,8 +213,8 @@ def _check_fewer(cfg: DictConfig) -> None:
 
 
 def _finished_message(cfg: DictConfig) -> str | None:
-    summary = run_dir.read_summary(Path(cfg.run.dir))
-    if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
+    summary = run_state.read_summary(Path(cfg.run.dir))
+    if summary.get("stop_reason") != "finished" or cfg.resume == "never":
         return None
     resume.require_used(cfg, Path(cfg.run.dir))
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]

@@ -36,6 +36,7 @@ from armature.data.text import TokenData
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
+from armature.launcher import run_state
 from armature.parallel import initialization
 from armature.strategies.base import StrategyMixin
 from armature.training import user_state
@@ -105,7 +106,7 @@ def open_run(
     def find() -> list[Path]:
         if path != run_path or not best:
             return resume.checkpoints_at(path, cfg)
-        name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
+        name = run_state.read_summary(run_path, of_any_start=True).get("best_checkpoint")
         return [resume.folder(run_path, cfg) / Path(name).name] if name else []
 
     if verified is not None:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import subprocess
 import time
@@ -39,14 +38,6 @@ from armature.launcher import environment, run_state, slurm
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
-FILES = (
-    "config.yaml",
-    "overrides.txt",
-    "metrics.csv",
-    "summary.json",
-    "tokenizer.json",
-    "classes.json",
-)
 TRACE = "trace"  # the folder of what callbacks/trace.py records
 # values of run.root that did not exist when this process decided on a run directory
 _new_roots: set[Path] = set()
@@ -66,16 +57,8 @@ def default_name(label: str) -> str:
         names = ["SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"]
     elif os.environ.get("SLURM_JOB_NAME") in ("interactive", "bash"):  # of salloc, srun --pty bash
         names = ["SLURM_JOB_ID", "SLURM_STEP_ID"] if slurm.tasks() > 1 else []
-    ids = {name: os.environ.get(name, "") for name in names}
-    if any(ids.values()):
-        if wrong := [
-            f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)
-        ]:
-            raise ConfigError(
-                f"{', '.join(wrong)}: must be a number; Slurm sets it. Type run.name=…, or unset "
-                f"{names[0]}."
-            )
-        return "_".join(ids.values())
+    if ids := [*filter(None, map(os.environ.get, names))]:
+        return "_".join(ids)
     # under torchrun, the launcher's start time is the same for all ranks and all restarts
     started = (
         psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
@@ -157,20 +140,6 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     ConfigError is raised.
     """
     run_dir = Path(cfg.run.dir)
-    checkpoints = directory.folder_of(run_dir)
-    files_of_run = [*(run_dir / name for name in FILES), checkpoints / directory.LAST]
-    if no_files := [path for path in files_of_run if path.exists() and not path.is_file()]:
-        raise ConfigError(
-            [
-                f"{path} is no file, but the run writes a file of this name. Move it."
-                for path in no_files
-            ]
-        )
-    if checkpoints.exists() and not checkpoints.is_dir():
-        raise ConfigError(
-            f"{checkpoints} is no folder, but the run saves its checkpoints in one of this name. "
-            "Move it."
-        )
     resume.require_used(cfg, run_dir)
     checkpoint = resume.checkpoint_for(cfg, run_dir)
     if checkpoint is None and cfg.resume == "required":
@@ -183,7 +152,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     changed = None if checkpoint is None else resume.changes_line(cfg, checkpoint)
     if resume.begins_anew(cfg):
         # may be elsewhere
-        own, checkpoints = checkpoints.exists(), resume.folder(run_dir, cfg)
+        own, checkpoints = directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg)
         if own or directory.checkpoints_in(checkpoints):
             raise ConfigError(
                 f"resume=never: {run_dir if own else checkpoints} holds a run already. Type "
@@ -302,30 +271,3 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
             f"{file} could not be written ({error.strerror or error}), so the run does not count "
             "as finished. Once there is room, type the same command with its run.name."
         ) from error
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of the newest start that ended, or None, also for a file that a loss of
-    power damaged.
-    """
-    file = run_dir / "summary.json"
-    if not file.is_file():
-        return None
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-        if (
-            isinstance(summary["metrics"], dict)
-            and isinstance(summary["global_step"], int)
-            and summary["stop_reason"]
-        ):
-            return summary
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):  # ValueError: also text that is no JSON, or not UTF-8
-        pass
-    log.warning("%s is damaged and is ignored; the run's checkpoints are what counts.", file)
-    return None

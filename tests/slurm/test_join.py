@@ -86,16 +86,7 @@ ODD = {
         {"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""},
         r"but SLURM_NODEID, SLURM_STEP_NODELIST without",
     ),
-    "words": (
-        {"SLURM_PROCID": "x"},
-        r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID",
-    ),
     "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
-    "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
-    "tasks of a node": (
-        {"SLURM_STEP_TASKS_PER_NODE": "many"},
-        r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",
-    ),
 }
 
 
@@ -104,22 +95,6 @@ def test_variables_that_srun_cannot_have_set_are_named(changes, message, step):
     step(**changes)
     with pytest.raises(ConfigError, match=message):
         slurm.join(config(2))
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (
-            {"SLURM_JOB_ID": "../x"},
-            r"SLURM_JOB_ID=../x: must be a number; Slurm sets it. Type run.name=",
-        ),
-        ({"SLURM_ARRAY_JOB_ID": "3"}, r"SLURM_ARRAY_TASK_ID=: must be a number"),
-    ],
-)
-def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
-    step(**ids)
-    with pytest.raises(ConfigError, match=message):
-        run_dir.default_name("a")
 
 
 def test_each_command_in_an_interactive_job_is_a_run_of_its_own(step):
@@ -172,14 +147,6 @@ def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_
     step(SLURM_STEP_NODELIST=nodes)
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == first
-
-
-def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
-    step(SLURM_PROCID="5")
-    with pytest.raises(
-        ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
-    ):
-        slurm.join(config(2))
 
 
 def test_the_batch_script_itself_is_no_step(step):

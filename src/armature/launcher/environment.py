@@ -32,7 +32,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,28 +88,6 @@ def number(name: str, default: Number) -> Number:
             f"{name}={value}: must be a number; a launcher sets it. Type unset {name}."
         )
     return found
-
-
-def unknown_interfaces(*, gpus: bool) -> Iterator[str]:
-    """Yield the network interfaces that are to be used and are missing, with what to type.
-
-    Args:
-        gpus: whether NCCL is used, and not gloo alone.
-    """
-    known = set(psutil.net_if_addrs())
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if gpus else ("GLOO_SOCKET_IFNAME",):
-        typed = os.environ.get(name, "")
-        wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
-        if not wanted or typed.startswith("^"):
-            continue
-        exact = name.startswith("GLOO") or typed.startswith("=")
-        if not any(
-            have == each or (not exact and have.startswith(each))
-            for have in known
-            for each in wanted
-        ):
-            remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
-            yield f"{name}={typed}: this machine has no such network interface. {remedy}"
 
 
 def rank() -> int:

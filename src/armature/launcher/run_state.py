@@ -12,18 +12,17 @@ from armature.launcher import lock
 TYPED = "overrides_bytes"  # of summary.json: `typed_bytes` of the start that has written it
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return summary.json if the newest start has written it: each start lengthens overrides.txt
-    first.
+def read_summary(path: Path, *, of_any_start: bool = False) -> dict[str, Any]:
+    """Return summary.json if the newest start has written it, else nothing: each start lengthens
+    overrides.txt first.
     """
     file = path / "summary.json"
     try:
-        if not file.is_file():  # reading a pipe might never end
-            return {}
         found = json.loads(file.read_text(encoding="utf-8"))
-        return found if found.get(TYPED, typed_bytes(path)) == typed_bytes(path) else {}
-    except (OSError, ValueError, RecursionError, AttributeError):
+    except (OSError, ValueError):  # there is none, or it is damaged
         return {}
+    newest = found.get(TYPED, typed_bytes(path)) == typed_bytes(path)
+    return found if newest or of_any_start else {}
 
 
 def typed_bytes(path: Path) -> int:
