@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
             "(merge_and_unload: docs/finetune.md); of a run of yours name the run instead."
         )
     check_options(args, from_file=from_file)
-    from armature.checkpoint import convert, storage
+    from armature.checkpoint import convert
 
     if from_file:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
@@ -105,11 +105,8 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{', '.join(args.overrides)} would change nothing: {checkpoint} holds all weights."
             )
-        with storage.reading_beside_training(checkpoint):
-            print(
-                f"{target}: {len(write(checkpoint, target, average=args.average, base=weights))} "
-                "tensors"
-            )
+        names = write(checkpoint, target, average=args.average, base=weights)
+        print(f"{target}: {len(names)} tensors")
 
 
 def check_options(args: argparse.Namespace, *, from_file: bool) -> None:

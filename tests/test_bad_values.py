@@ -2,7 +2,6 @@
 and the remedy.
 """
 
-
 import pytest
 from hydra import compose
 from hydra.errors import InstantiationException

@@ -122,21 +122,6 @@ def test_loaders_of_a_plain_data_module_and_rows_of_several_forms(sizes, suffix,
         ]
 
 
-def test_a_column_of_several_types_is_named(tmp_path):
-    pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    part = tmp_path / "0.jsonl"
-    part.write_text(
-        "".join(json.dumps([[0, i], {"a": value}]) + "\n" for i, value in enumerate((1, "x")))
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"out=p.parquet: .* several in 'a' .*Return one type, or name a .jsonl file",
-    ):
-        predict.merge([part], tmp_path / "p.parquet")
-    assert predict.merge([part], tmp_path / "p.jsonl") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "p.jsonl"]
-
-
 def test_a_task_that_cannot_predict_is_named(tmp_path):
     with pytest.raises(ConfigError, match="LightningModule has neither predict_step nor forward"):
         parts(tmp_path, 1, task=L.LightningModule())

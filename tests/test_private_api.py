@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from armature.training import user_state
 from tests import needs
 from tests.finetune import extras
 
@@ -32,8 +31,6 @@ RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
-CALLBACKS = "lightning.pytorch.callbacks"
-CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
 FSDP = "torch.distributed.fsdp._fully_shard"
@@ -73,20 +70,13 @@ TABLE: list[tuple[Any, ...]] = [
     (EPOCH, "reset_restart_stage", ("self",)),
     (EPOCH, "_on_before_fetch", ("self",)),
     (EPOCH, "_on_after_fetch", ("self",)),
-    (EPOCH, "_should_accumulate", ("self",)),
     (EPOCH, "_should_check_val_fx", ("self", "data_fetcher")),
     (EPOCH, "_accumulated_batches_reached", ("self",)),
     (EPOCH, "_num_ready_batches_reached", ("self",)),
-    (EPOCH, "_save_loggers_on_train_batch_end", ("self",)),
-    (EPOCH, "_skip_next_val"),
     (EPOCH, "_batches_that_stepped"),
     (EPOCH, "_is_training_done"),
     (EPOCH, "_restart_stage"),
     (EPOCH, "_results"),
-    *(
-        (f"{CALLBACKS}.model_checkpoint:ModelCheckpoint", name)
-        for name in user_state.OF_MODEL_CHECKPOINT
-    ),
     (EPOCH, "batch_progress"),
     (EPOCH, "automatic_optimization"),
     (EPOCH, "val_loop"),
@@ -117,18 +107,12 @@ TABLE: list[tuple[Any, ...]] = [
     ),
     (f"{LOOPS}.optimization.manual:_ManualOptimization", "run", ("self", "kwargs")),
     # ---------------------------------------------------------------- Lightning: hooks
-    (CALL, "_call_lightning_module_hook", ("trainer", "hook_name", "args", "pl_module", "kwargs")),
     (EPOCH, "_broadcast_sigterm_tensor", ("self",)),
     # ---------------------------------------------------------------- Lightning: trainer, logging,
     # strategies
     ("lightning.pytorch.trainer.trainer:Trainer", "_signal_connector"),
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"),
     ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"),
-    (
-        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
-        "_parse_ckpt_path",
-        ("self", "state_fn", "ckpt_path", "model_provided", "model_connected"),
-    ),
     ("lightning.pytorch.trainer.trainer:Trainer", "_results"),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
@@ -143,7 +127,6 @@ TABLE: list[tuple[Any, ...]] = [
     (SIGNALS, "teardown", ("self",)),
     (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor")),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count"),
-    (f"{CONNECTORS}.result:_ResultMetric", "_computed"),
     ("torchmetrics:Metric", "_reductions"),
     (RESULTS, "update_metrics", ("self", "key", "value", "batch_size")),
     (f"{CONNECTORS}.result:_Metadata", "sync"),
@@ -188,7 +171,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch.ops", "_c10d_functional"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf")),
     ("torch.utils._pytree", "tree_map"),
-    ("torch.utils._pytree", "tree_structure"),
     ("torch.utils.data:DataLoader", "_iterator"),
     ("torch.utils.data:DataLoader", "_dataset_kind"),
     ("torch.utils.data._utils", "worker"),
@@ -196,7 +178,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch.optim.lr_scheduler:LRScheduler", "_step_count"),
     ("torch.optim.lr_scheduler:LRScheduler", "_last_lr"),
     (f"{DCP}._fsspec_filesystem", "FsspecReader"),
-    (f"{DCP}:DefaultSavePlanner", "_cached_plans_key"),
     (f"{DCP}.filesystem", "_StorageInfo"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),

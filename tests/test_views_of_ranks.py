@@ -46,13 +46,3 @@ def test_listings_of_a_store_are_asked_for_anew(monkeypatch):
         folder.fs.store[f"/listed/run/step=00000{step}/meta.pt"] = None  # by another process
         assert [*directory.checkpoints_in(folder)][-1:] == [step]
     assert own == [None, None]
-    folder.fs.store.clear()
-    checkpoint = folder / "step=000004"
-
-    def read() -> None:
-        with storage.reading_beside_training(checkpoint):
-            raise FileNotFoundError
-
-    with pytest.raises(ConfigError, match="was removed while it was read"):
-        read()
-    assert len(own) == 3

@@ -21,25 +21,8 @@ def replace(file: Path, text: str) -> None:
     """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a
     loss of power.
     """
-    part = _part_of(file)
-    with removed_on_error(part):
-        with part.open("w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, file)
-    sync(file.parent)
-
-
-@contextmanager
-def removed_on_error(part: Path) -> Iterator[None]:
-    """Remove a part that cannot be written, as on a full disk: a leftover would keep it full."""
-    try:
-        yield
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with replacing(file) as part:
+        part.write_text(text, encoding="utf-8", newline="")
 
 
 @contextmanager
@@ -105,7 +88,7 @@ def clear_parts(folder: Path) -> None:
     """
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
         pid = part.name.split(".")[-2]
-        if pid.isascii() and pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if not psutil.pid_exists(int(pid)):
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(
                 missing_ok=True
             )

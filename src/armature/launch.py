@@ -110,11 +110,6 @@ def join(cfg: DictConfig) -> bool:
             f"{asked} asks for {devices * nodes} processes, but the launcher started {started}. "
             f"Type trainer.devices={local} trainer.num_nodes={started // local or 1}. {left_over}"
         )
-    elif started > 1 and environment.meets_nowhere():
-        problems.append(
-            f"WORLD_SIZE={started} without MASTER_ADDR and MASTER_PORT: ranks cannot meet. "
-            f"{left_over}"
-        )
     if problems:
         raise ConfigError(problems)
     return joined

@@ -15,7 +15,6 @@ import torch
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
@@ -25,7 +24,6 @@ from armature.checkpoint import (
     directory,
     huggingface,
     lightning_file,
-    plain,
     resume,
     state,
     storage,
@@ -282,16 +280,14 @@ def _read(
     task: L.LightningModule, checkpoint: Path, folder: Path | None, takes_average: bool
 ) -> dict[str, Any]:
     is_file = directory.is_file(checkpoint)
-    with storage.reading_beside_training(checkpoint):
-        saved = lightning_file.read(checkpoint) if is_file else state.read_whole(checkpoint)
-        weights = saved["state_dict"]
-        if takes_average and not is_file:
-            found = convert.averages_of(checkpoint, weights)
-            weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
-            vars(task)["_armature_averaged"] = bool(found)
+    saved = lightning_file.read(checkpoint) if is_file else state.read_whole(checkpoint)
+    weights = saved["state_dict"]
+    if takes_average and not is_file:
+        found = convert.averages_of(checkpoint, weights)
+        weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
+        vars(task)["_armature_averaged"] = bool(found)
     if not is_file:
         state.resize_buffers(checkpoint, task)
-    plain.remake(task, saved)
     task.on_load_checkpoint(saved)
     weights = saved["state_dict"]
     lacking = set()
@@ -357,17 +353,7 @@ def load_task(
     """
     task, read = task_and_weights(cfg, checkpoint, averaged=averaged, **given)
     task.configure_model()
-    # the hook of Lightning 1, which the Trainer calls in its place
-    try:
-        _put_back(task, read())
-    except ConfigError as error:
-        if not is_overridden("setup", task) and not cfg.callbacks:
-            raise
-        raise ConfigError(
-            f"{error} `setup` of {type(task).__name__} and of callbacks is called by evaluate.py "
-            "and predict.py, but not here. If one makes layers, make them in the module's "
-            "__init__ or configure_model."
-        ) from None
+    _put_back(task, read())
     return task.eval()
 
 

@@ -94,11 +94,9 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     if checkpoints and checkpoints.startswith("~"):
         cfg.checkpoint.root = os.path.expanduser(checkpoints)
     elif checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
+        # the run may be loaded from another folder
         kept = str(config.unresolved(cfg.checkpoint)["root"])
-        # one reference may name any place
-        if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):
-            # the run may be loaded from another folder
-            cfg.checkpoint.root = os.path.join(os.getcwd(), kept)
+        cfg.checkpoint.root = os.path.join(os.getcwd(), kept)
     if trial is not None and cfg.run.group is None:
         cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg

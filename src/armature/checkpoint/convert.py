@@ -162,7 +162,7 @@ def _torchs(
     numbers = {name: number for number, name in enumerate(names)}
     found = {
         numbers[name]: {
-            optimizers.key_of(full.rpartition(".")[2]): optimizers.value_of(value)
+            full.rpartition(".")[2]: optimizers.value_of(value)
             for full, value in state.load_tensors(checkpoint, entries, saved).items()
         }
         for name, entries in optimizers.entry_names(saved, index).items()
@@ -197,14 +197,6 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
             raise ConfigError(
                 f"{file}: it cannot be read as safetensors: {error}. Write or download it again."
             ) from None
-    if not weights:
-        raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
-    for name, value in weights.items():
-        if value.layout != torch.strided:
-            raise ConfigError(
-                f"{file}: {name} is a sparse tensor, which checkpoints do not hold. Save it with "
-                "to_dense()."
-            )
     meta = {"global_step": 0, "torch": str(torch.__version__)}
     CheckpointWriter().save(
         checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"}

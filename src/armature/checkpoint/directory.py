@@ -215,7 +215,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     file = directory / MANIFEST
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
 
@@ -242,10 +242,6 @@ def files_problem(directory: Path, described: FileEntries) -> str | None:
     """Return which file is not there in the size that it is described with, or None."""
     for name, entry in described.items():
         path = directory / name
-        if path.name != name:
-            return f"its {MANIFEST} lists {name!r}, which is not the name of a file in it"
-        if not isinstance(entry, dict) or not {"bytes", "crc32"} <= entry.keys():
-            return f"its {MANIFEST} does not state the size and checksum of {name}"
         if not path.is_file():  # reading a device or a pipe might never end
             return f"{name} is {'not a regular file' if path.exists() else 'missing'}"
         if (size := path.stat().st_size) != entry["bytes"]:

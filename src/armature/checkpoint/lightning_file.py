@@ -12,14 +12,13 @@ from armature.errors import ConfigError
 
 def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.part_of(path)
-    with files.removed_on_error(part):
+    if not directory.is_local(path):  # an object store replaces an object as a whole
+        storage.write_plain(path, checkpoint)
+        return
+    with files.replacing(path) as part:
         storage.write_plain(part, checkpoint)
-    if part != path:
         if path.is_dir() and not path.is_symlink():
             directory.remove(path)  # one of another strategy's
-        part.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -50,11 +49,4 @@ def read(path: Path) -> dict[str, Any]:
             "weights.ckpt. Names must be those of your module: those of its attribute model begin "
             "with 'model.'."
         )
-    for name, value in weights.items():
-        if not isinstance(value, Tensor) and not str(name).endswith("_extra_state"):
-            kind = type(value).__name__
-            raise ConfigError(
-                f"{path}: state_dict['{name}'] is a {kind}, not a tensor. It needs one tensor per "
-                "name."
-            )
     return plain.restored(checkpoint)

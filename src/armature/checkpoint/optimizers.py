@@ -19,14 +19,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_structure
+from torch.utils._pytree import tree_map
 
 from armature.checkpoint import changes, plain, state, storage
 from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED
@@ -88,23 +87,10 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
     """
     place = f"{type(optimizer).__name__}.state"
     return {
-        f"{OPTIMIZER_TENSORS}.{index}.{names[param]}.{_escaped(key)}": _entry(
-            value, f"{place}[{key!r}]"
-        )
+        f"{OPTIMIZER_TENSORS}.{index}.{names[param]}.{key}": _entry(value, f"{place}[{key!r}]")
         for param, entries in optimizer.state.items()
         for key, value in entries.items()
     }
-
-
-def _escaped(key: Any) -> str:
-    if type(key) is int:
-        return f"{{{key}}}"
-    return quote(key, safe="").replace(".", "%2E")
-
-
-def key_of(name: str) -> Any:
-    """Return the key of an entry whose name, without the weight's, is given."""
-    return int(name[1:-1]) if name.startswith("{") else unquote(name)
 
 
 def _entry(value: Any, place: str) -> Any:
@@ -112,8 +98,6 @@ def _entry(value: Any, place: str) -> Any:
         return value
     whole = tree_map(whole_weights.whole, value)
     made = plain.require_plain(whole, place)
-    if tree_structure(plain.restored(made)) != tree_structure(whole):  # of a namedtuple
-        raise ConfigError(plain.problem(place, plain.type_name(value)))
     return made if isinstance(made, int | float | None) else storage.dumped(made)
 
 
@@ -300,7 +284,7 @@ def load_optimizers(
             for full in own.get(names[param], ()):
                 name = full.rpartition(".")[2]
                 targets[full] = _target(param, group, held[full], held.get(names[param]), name)
-                places.append((optimizer.state[param], key_of(name), param, full))
+                places.append((optimizer.state[param], name, param, full))
         restore_groups(optimizer, group_names(optimizer, names), entry["param_groups"], now)
     storage.read_tensors(checkpoint, targets)
     for owner, key, param, name in places:
@@ -375,8 +359,10 @@ def is_saved_whole(optimizer: Any) -> bool:
     if needs_closure(optimizer) or not isinstance(optimizer, Optimizer):  # DeepSpeed's
         return needs_closure(optimizer)
     if _inner(optimizer) or not all(
-        isinstance(key, Tensor) and isinstance(entry, dict)
-        for key, entry in optimizer.state.items()
+        isinstance(param, Tensor)
+        and isinstance(entry, dict)
+        and all(f"{key}".isidentifier() for key in entry)
+        for param, entry in optimizer.state.items()
     ):
         return True
     if type(optimizer).state_dict is Optimizer.state_dict:

@@ -6,7 +6,6 @@ as ".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,21 +34,19 @@ _OTHER_SIZE = re.compile(
 )
 
 
-def module_state(
-    module: nn.Module, *, buffers: bool = True, others: bool = False
-) -> dict[str, Any]:
-    """Return this rank's part of the parameters and persistent buffers, without copies.
+def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Any]:
+    """Return this rank's part of the parameters and persistent buffers, without copies, and what
+    modules keep beside tensors, through torch's `get_extra_state`.
 
     Args:
         buffers: include buffers (running statistics). They may differ between ranks: only one rank
             saves them.
-        others: include what modules keep beside tensors, through torch's `get_extra_state`.
     """
     left_out = () if buffers else dict(module.named_buffers())
     return {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in module.state_dict().items()
-        if name not in left_out and (others or isinstance(value, Tensor))
+        if name not in left_out
     }
 
 
@@ -89,24 +86,10 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
     The state dict is asked first, since it reshards gathered weights.
     """
     names: dict[Tensor, str] = {}
-    for name, value in [*state_of_parameters(module).items(), *module.named_parameters()]:
+    for name, value in [*module.state_dict(keep_vars=True).items(), *module.named_parameters()]:
         if isinstance(value, nn.Parameter):
             names.setdefault(value, name)
     return names
-
-
-def state_of_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict with the parameters themselves: torch's if the module's own takes no
-    arguments.
-    """
-    if _takes(module.state_dict, "keep_vars"):
-        return module.state_dict(keep_vars=True)
-    return nn.Module.state_dict(module, keep_vars=True)
-
-
-def _takes(method: Callable[..., Any], argument: str) -> bool:
-    given = inspect.signature(method).parameters
-    return argument in given or any(each.kind is each.VAR_KEYWORD for each in given.values())
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Any]:
@@ -178,8 +161,7 @@ def load_tensors_of(
 ) -> None:
     """Call the module's `load_state_dict`, and name what does not fit.
 
-    One that the module replaces decides itself what may lack. It may take no `assign`, as torch's
-    did once, and may return nothing.
+    One that the module replaces decides itself what may lack, and may return nothing.
 
     Args:
         source: where the weights come from, for messages.
@@ -191,7 +173,7 @@ def load_tensors_of(
     """
     decides = type(module).load_state_dict is not nn.Module.load_state_dict
     options: dict[str, Any] = {"strict": strict and decides}
-    if assign and _takes(module.load_state_dict, "assign"):
+    if assign:
         options["assign"] = True
     try:
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])

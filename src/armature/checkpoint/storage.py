@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
@@ -92,18 +92,6 @@ def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = Fals
         except ConfigError:
             if found == find():
                 raise
-
-
-@contextmanager
-def reading_beside_training(checkpoint: Path) -> Iterator[None]:
-    """Raise a ConfigError that says so if a checkpoint is removed while it is read."""
-    try:
-        yield
-    except (OSError, ConfigError) as error:
-        directory.forget_listing(checkpoint)
-        if checkpoint.exists():
-            raise
-        raise removed(checkpoint.name) from error
 
 
 def removed(name: str) -> ConfigError:
@@ -258,14 +246,6 @@ _METADATA_CLASSES = {  # by module: what .metadata may name
 }
 
 
-class _Properties(TensorProperties):
-    """Leaves out what a newer torch says of a tensor: 2.15 its strides, which no reader needs."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        super().__setstate__(state[: len(TensorProperties().__getstate__())])
-        self.__class__ = TensorProperties  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickle what torch.distributed.checkpoint writes into .metadata, and nothing else."""
 
@@ -276,8 +256,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
         if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
-        if name == "TensorProperties":
-            return _Properties
         return super().find_class(module, name)
 
 

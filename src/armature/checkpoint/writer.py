@@ -6,7 +6,6 @@ their final names at once, and the manifest, written last, completes them.
 """
 
 # pyright: reportPrivateImportUsage=false
-import itertools
 import logging
 import os
 import zlib
@@ -30,7 +29,6 @@ from armature.checkpoint import directory, storage
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
-_NUMBERS = itertools.count()  # of writers that keep their plans
 
 
 class CheckpointWriter:
@@ -60,7 +58,7 @@ class CheckpointWriter:
         keeps_plan: bool = False,
     ) -> None:
         self.background, self.entries, self.on_saved = background, entries or {}, on_saved
-        self._plan = f"{next(_NUMBERS)}" if keeps_plan else None
+        self.keeps_plan = keeps_plan
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Any] | None = None
         self._stager: BlockingAsyncStager | None = None
@@ -91,7 +89,11 @@ class CheckpointWriter:
         complete = partial(self._complete, part, checkpoint, (entries or {}) | self.entries)
         options: dict[str, Any] = {
             "storage_writer": _Writer(part, complete),
-            "planner": _SavePlanner(keeps=self._plan),
+            "planner": DefaultSavePlanner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                enable_plan_caching=self.keeps_plan,
+            ),
             "process_group": self._group or process_group.cpu_group(),
             "no_dist": not dist.is_initialized(),
         }
@@ -167,24 +169,6 @@ def _create(part: Path, meta: dict[str, Any]) -> None:
 
 def _are_on_gpu(tensors: dict[str, Any]) -> bool:
     return any(getattr(value, "is_cuda", False) for value in tensors.values())
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat dict of tensors and plain values.
-
-    Args:
-        keeps: name of the plan to keep for the next save: ranks whose part has not changed send
-            nothing, and rank 0 plans anew only for what has. None: no plan is kept.
-    """
-
-    def __init__(self, *, keeps: str | None) -> None:
-        super().__init__(
-            flatten_state_dict=False,
-            flatten_sharded_tensors=False,
-            enable_plan_caching=keeps is not None,
-        )
-        # torch keeps plans by class; another writer's may be of other ranks
-        self._cached_plans_key = keeps or ""
 
 
 class _Writer(dcp.FileSystemWriter):

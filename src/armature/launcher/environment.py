@@ -124,12 +124,6 @@ def main_address() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def meets_nowhere() -> bool:
-    """Return whether nothing says where the ranks meet: no launcher started this process."""
-    met = os.environ.get("MASTER_ADDR") and number("MASTER_PORT", 0)
-    return not met and store_file() is None
-
-
 def wait_for_main_address(*, seconds: float = NAME_SECONDS) -> None:
     """Return when the name MASTER_ADDR resolves: a cluster may know it some seconds after the
     processes start.

@@ -3,10 +3,7 @@
 import logging
 import os
 import re
-import socket
-import subprocess
 import time
-from contextlib import suppress
 
 from omegaconf import DictConfig
 
@@ -95,24 +92,10 @@ def stop_at(minutes: float | None) -> float | None:
 
 
 def _first_host() -> str:
-    """Return the step's first node: its name, or its address in Slurm if the name is not in the
-    DNS.
-    """
+    """Return the name of the step's first node."""
     # a list such as rack[1-2]gpu[001-004,007]-ib,other
     name = re.split(r",(?![^\[]*\])", os.environ["SLURM_STEP_NODELIST"])[0]
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        with suppress(OSError, subprocess.SubprocessError):  # a container without Slurm's programs
-            fields = dict(field.split("=", 1) for field in _scontrol(host).split() if "=" in field)
-            return fields.get("NodeAddr", host)
-    return host
-
-
-def _scontrol(node: str) -> str:
-    command = ["scontrol", "show", "node", node]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
 
 
 def _port() -> int:

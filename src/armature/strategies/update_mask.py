@@ -55,11 +55,7 @@ class UpdateMask:
         """
         before, self._before = self._before, []
         for owner, name, old in before if self.left_out else ():
-            buffer = getattr(owner, name)  # the module may have put another tensor there
-            if buffer is None or buffer.shape != old.shape:
-                setattr(owner, name, old)
-            else:
-                buffer.copy_(old)
+            getattr(owner, name).copy_(old)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -79,8 +79,7 @@ class RecordError(L.Callback):
 
 def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
     """Return what Lightning refuses in a user's class, as one message: its own traceback often has
-    no line of the user's. None for other errors, whose traceback is shown; one without a line of
-    the user's gets a note.
+    no line of the user's. None for other errors, whose traceback is shown.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ConfigError) or not frames:
@@ -90,16 +89,11 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
     within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
     own = users_frames(within)
     raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
-    kind = type(module).__name__
     if not raised and not isinstance(error, MisconfigurationException):
-        names = [frame.name.strip("_") for frame in frames]
-        hooks = [name for name in names if hasattr(L.LightningModule, name)]
-        if hooks and not own and not getattr(error, "__notes__", None):
-            error.add_note(f"No line of your code raised it: {kind} was in {hooks[-1]}.")
         return None
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     text = re.sub(r"tensor\([^()]*\)", "tensor(…)", str(error))  # each number of it
-    return ConfigError(f"{kind}{place}: {text}")
+    return ConfigError(f"{type(module).__name__}{place}: {text}")
 
 
 # ------------------------------------------------------------------- memory that has run out

@@ -8,11 +8,12 @@ import math
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
@@ -23,7 +24,29 @@ from armature.training.progress import feed_of
 from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
 
-FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
+
+class ValidationLoop(_EvaluationLoop):
+    """Lightning's validation of a fit, of which a stop leaves no trace."""
+
+    # what a stop within the validation that runs goes back to
+    before: stopped_validation.Before | None = None
+
+    @override
+    def run(self) -> list[Any]:
+        # a resumed validation starts anew, since its values are not saved
+        self.restarting = False
+        self.before = stopped_validation.Before(self.trainer)
+        try:
+            values = super().run()
+        except StoppedBySignal:
+            self.before.put_back()
+            raise
+        # after an exception it stays: a checkpoint saved at a stop holds its modes
+        self.before = None
+        # while `callback_metrics` are the validation's
+        run_hooks.call(self.trainer, "validation_ended")
+        agree(self.trainer)
+        return values
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -49,8 +72,9 @@ class EpochLoop(_TrainingEpochLoop):
         self._results = epoch_metrics.Results(training=True)
         self.max_global_batches = max_global_batches
         self.data_wait: DataWait | None = None
-        # what a stop within the validation that runs goes back to
-        self.before_validation: stopped_validation.Before | None = None
+        self.val_loop: ValidationLoop = ValidationLoop(
+            trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
+        )
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -109,17 +133,11 @@ class EpochLoop(_TrainingEpochLoop):
         """
         if self._accumulated_batches_reached():
             run_hooks.call(self.trainer, "step_ended")
-        if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
-            self.validate()
-        self._skip_next_val = False
-        self.update_lr_schedulers("step", update_plateau_schedulers=True)
-        if not self._should_accumulate():
-            self._batches_that_stepped += 1
-        self._save_loggers_on_train_batch_end()
+        super().on_advance_end(data_fetcher)
 
     @override
     def _on_before_fetch(self) -> None:
-        self.trainer.profiler.start(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._on_before_fetch()
         if self.data_wait is not None:
             self.data_wait.fetch_started()
 
@@ -127,7 +145,7 @@ class EpochLoop(_TrainingEpochLoop):
     def _on_after_fetch(self) -> None:
         if self.data_wait is not None:
             self.data_wait.fetch_ended()
-        self.trainer.profiler.stop(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._on_after_fetch()
 
     # ------------------------------------------------------------ limits
     @property
@@ -185,27 +203,11 @@ class EpochLoop(_TrainingEpochLoop):
         return data_fetcher is not None and self._should_check_val_fx(data_fetcher)
 
     def validate(self) -> None:
-        """Run the validation of a fit."""
-        trainer = self.trainer
-        trainer.validating = True
-        first_loop_iter = trainer._logger_connector._first_loop_iter
-        if not self._should_accumulate():  # gradients are not needed during validation
-            call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
-        # a resumed validation starts anew, since its values are not saved
-        self.val_loop.restarting = False
-        self.before_validation = stopped_validation.Before(trainer)
-        try:
-            self.val_loop.run()
-        except StoppedBySignal:
-            self.before_validation.put_back()
-            raise
-        # after an exception it stays: a checkpoint saved at a stop holds its modes
-        self.before_validation = None
-        # while `callback_metrics` are the validation's
-        run_hooks.call(trainer, "validation_ended")
-        trainer.training = True
-        trainer._logger_connector._first_loop_iter = first_loop_iter
-        agree(trainer)
+        """Run the validation that a stop has left out, before the first batch."""
+        self.trainer.validating = True
+        self.trainer.lightning_module.on_validation_model_zero_grad()
+        self.val_loop.run()
+        self.trainer.training = True
 
     # ------------------------------------------------------------ resume
     def restore_progress(self, *, step: int, batches: int, closing: bool) -> None:

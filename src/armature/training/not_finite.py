@@ -100,7 +100,8 @@ class NotFiniteGuard(L.Callback):
         event |= {name: str(value) for name, value in values.items()}
         file = self.run_dir / FILE
         if trainer.is_global_zero:
-            files.replace(file, json.dumps({"events": [*_events(file), event]}, indent=1) + "\n")
+            before = json.loads(file.read_text())["events"] if file.exists() else []
+            files.replace(file, json.dumps({"events": [*before, event]}, indent=1) + "\n")
         what = " and ".join(f"{name} is {value}" for name, value in values.items())
         text = f"{what} at step {step} (trainer.on_nan={self.policy})"
         if ranks:
@@ -117,11 +118,3 @@ class NotFiniteGuard(L.Callback):
             f"command with data.skip_steps={steps} resumes without these samples, with "
             "trainer.on_nan=skip without such updates; trainer.on_nan=ignore trains on."
         )
-
-
-def _events(file: Path) -> list[Any]:
-    """Return what earlier steps have left in the file; nothing if it is missing or damaged."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["events"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []

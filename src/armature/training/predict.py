@@ -101,12 +101,7 @@ def predict(task: L.LightningModule, feed: Feed, trainer: L.Trainer) -> None:
         )
     trainer.callbacks.append(feed)  # pyright: ignore[reportAttributeAccessIssue]
     feed.predicts()
-    try:
-        trainer.predict(task, datamodule=feed.data, return_predictions=False)
-    except RuntimeError as error:
-        if "no `dataloader_idx` argument" in str(error):
-            raise ConfigError(str(error)) from None
-        raise
+    trainer.predict(task, datamodule=feed.data, return_predictions=False)
 
 
 class OneOf(WithWeights):
@@ -267,13 +262,6 @@ def _write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    columns = {}
-    for name in dict.fromkeys(column for row in rows for column in row):
-        try:
-            columns[name] = pyarrow.array([row.get(name) for row in rows])
-        except (pyarrow.ArrowException, OverflowError) as error:
-            raise ConfigError(
-                f"out={file.name}: a column of Parquet holds values of one type, but predict_step "
-                f"returned several in '{name}' ({error}). Return one type, or name a .jsonl file."
-            ) from error
+    names = dict.fromkeys(column for row in rows for column in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
     pyarrow.parquet.write_table(pyarrow.table(columns), str(file))

@@ -71,14 +71,12 @@ class RestoreProgress(RunHooks, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        if trainer is None:  # an error before `setup`, after which a callback saves
-            return {}
+        assert trainer is not None
         if self._user_state is None and self._saved:  # a resume that had no step left
             return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         loop = trainer.fit_loop.epoch_loop
-        validation = loop.before_validation
-        before = validation.attributes if validation else {}
+        before = loop.val_loop.before.attributes if loop.val_loop.before else {}
         own = (
             epoch_metrics.collect(loop._results),
             epoch_metrics.metric_states(module, evaluated=loop.val_loop._results),

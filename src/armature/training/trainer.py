@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
@@ -28,23 +27,6 @@ class NoSignals:
 
     def teardown(self) -> None:
         """There is nothing to restore."""
-
-
-class CheckpointConnector(_CheckpointConnector):
-    """Lightning's, which starts no run from a file that happens to be there.
-
-    Without a checkpoint Lightning starts `fit` from the file of an OnExceptionCheckpoint, or from
-    one that it saved itself under Slurm, whichever run has left it. A run of `train.py` continues
-    from its own checkpoints alone.
-    """
-
-    @override
-    def _parse_ckpt_path(
-        self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
-    ) -> Any:
-        if ckpt_path is None and model_provided:
-            return None
-        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
 
 class LoggerConnector(_LoggerConnector):
@@ -96,22 +78,8 @@ class LoggerConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        if self._reduces:
+        if self.trainer.world_size > 1:
             self.metrics  # noqa: B018  all ranks compute them now: a hook on rank 0 may read them, as RichProgressBar
-
-    @override
-    def on_epoch_end(self) -> None:
-        for metric in (self.trainer._results or {}).values() if self._reduces else ():
-            if not metric.is_tensor and metric.value._computed is None:  # a hook has updated it
-                metric._computed = None
-        super().on_epoch_end()
-
-    @property
-    def _reduces(self) -> bool:
-        trainer = self._trainer
-        return (
-            trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
-        )
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Set values of `callback_metrics`, for callbacks that monitor them, except those that the
@@ -154,7 +122,6 @@ class Trainer(L.Trainer):
         self.fit_loop.epoch_loop = EpochLoop(self, limits, max_global_batches=max_global_batches)
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
-        self._checkpoint_connector = CheckpointConnector(self)
 
     @override
     def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
