@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from armature.callbacks.stop_at import StopAt
 from tests import running
 from tests.forked import Forks
 from tests.lightning_habits.compare import assert_equal
@@ -309,11 +308,6 @@ def test_tensorboard_has_each_step_once_in_one_directory(runs):
         assert [event.step for event in events.Scalars("val/loss")] == [3, 6, 9, 12]
     assert [step for step, _ in values[1]] == list(range(1, STEPS + 1))
     assert values[0] == values[1]
-
-
-def test_a_signal_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="Got SIGNOTHING"):
-        StopAt({"SIGNOTHING": 3})
 
 
 def test_a_longer_limit_continues_a_run_without_validation(corpus, tmp_path):

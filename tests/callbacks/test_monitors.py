@@ -19,8 +19,6 @@ from armature.tasks.base import Task
 from armature.training import flops, step_log, timings
 from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
-from tests.forked import Forks
-from tests.running import TINY, rows, summary, write_corpus
 from tests.trainers import quiet_trainer
 
 torch.set_num_threads(1)
@@ -219,39 +217,3 @@ def test_the_formula_is_what_the_operators_add_up_to():
 
 
 # ------------------------------------------------------------ several ranks
-@pytest.mark.slow
-def test_norms_do_not_depend_on_the_layout(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    common = [
-        "callbacks=[ema,monitors]",
-        "callbacks.monitors.norms_every_n_steps=2",
-        "model.tied=false",
-    ]
-    layouts = {
-        "single": [],
-        "ddp": ["trainer.devices=2", "data.micro_batch_size=2"],
-        "fsdp": ["trainer.devices=2"],
-        "pipeline": ["trainer.devices=2"],
-    }
-    with Forks(tmp_path) as forks:
-        for name, extra in layouts.items():
-            overrides = [
-                *TINY,
-                f"data.path={corpus}",
-                *common,
-                f"strategy={name}",
-                f"run.name={name}",
-                *extra,
-            ]
-            forks.train(*overrides, ranks=1 if name == "single" else 2)
-    runs = {name: rows(tmp_path / "outputs" / name) for name in layouts}
-    for name, have in runs.items():
-        norms = [row["train/weight_norm"] for row in have]
-        for norm, reference in zip(norms, runs["single"], strict=True):
-            expected = reference["train/weight_norm"]
-            assert (norm == "") == (expected == ""), name
-            assert not norm or float(norm) == pytest.approx(float(expected), rel=1e-4), name
-    assert any(row["train/weight_norm"] for row in runs["single"])
-    last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert "samples_per_second_per_rank" in last
-    assert summary(tmp_path / "outputs/ddp")["world_size"] == 2

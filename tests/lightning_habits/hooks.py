@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from tests.lightning_habits import data
-from tests.lightning_habits.habit import INSIDE, OWED, ddp, fsdp, single
+from tests.lightning_habits.habit import INSIDE, ddp, fsdp, single
 from tests.lightning_habits.loaders import Vectors
 from tests.lightning_habits.regression import Regressor
 
@@ -96,24 +96,6 @@ class SkipsSteps(Regressor):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 4 == 1 else loss
-
-
-class BeginsForValidation(Regressor):
-    """Draws when training and an epoch begin what the validation reads, and draws in it."""
-
-    def on_train_start(self):
-        self.scale = 2.0
-        torch.rand(1)
-
-    def on_train_epoch_start(self):
-        self.noise = torch.rand(8).to(self.device)
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step((batch[0] + 0.1 * self.noise, batch[1]), batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        x = batch[0] + self.noise + 0.1 * torch.rand(batch[0].shape).to(self.noise)
-        self.log("val/noisy", self.scale * F.mse_loss(self(x), batch[1]), sync_dist=True)
 
 
 class ChangesByEpoch(Vectors):
@@ -226,7 +208,6 @@ class Draws(Regressor):
 
 
 HABITS = [
-    ddp(BeginsForValidation, random=True, resume=OWED),
     fsdp(Annealing),
     ddp(SkipsTheRest, "trainer.max_epochs=null", "trainer.max_steps=15"),
     fsdp(OwnCallbacks),

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import armature
-from tests.lightning_habits import data
 from tests.lightning_habits.habit import SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
@@ -138,34 +136,6 @@ class PerRank(Regressor):
         self.seen = checkpoint["seen"]
 
 
-class CountsIterator(Regressor):
-    """Unlabeled data of an iterator beside the loader, which a resume advances to where it was."""
-
-    taken = 0
-
-    def unlabeled(self):
-        x = torch.stack([data.regression(i)[0] for i in range(100, 140)])
-        while True:
-            yield from DataLoader(TensorDataset(x), batch_size=8)
-
-    def on_train_start(self):
-        self.iterator = self.unlabeled()
-        for _ in range(self.taken):
-            next(self.iterator)
-
-    def training_step(self, batch, batch_idx):
-        self.taken += 1
-        (x,) = next(self.iterator)
-        out = self(x.to(self.device))
-        return super().training_step(batch, batch_idx) + 0.1 * out.square().mean()
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["taken"] = self.taken
-
-    def on_load_checkpoint(self, checkpoint):
-        self.taken = checkpoint["taken"]
-
-
 HABITS = [
     ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}"),
     ddp(NumpyState, resume=SAVED, sample=True),
@@ -175,5 +145,4 @@ HABITS = [
     ddp(SavesCheckpoint),
     fsdp(OwnStateDict, twice=True),
     ddp(PerRank, random=True),
-    fsdp(CountsIterator, sample=True),
 ]

@@ -93,7 +93,6 @@ def trained(
     [
         ("DDP", {}, 2, "batch"),
         ("DDP", {}, 1, "turns"),
-        ("DDP", {}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 1, "turns"),
         ("MeshStrategy", {"shard": 2, "reduce_every_microbatch": False}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 2, "batch"),

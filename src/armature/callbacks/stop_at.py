@@ -25,11 +25,6 @@ class StopAt(Callback):
     """
 
     def __init__(self, signals: Mapping[str, int]) -> None:
-        unknown = [name for name in signals if not hasattr(signal, name)]
-        if unknown:
-            raise ValueError(
-                f"signals must be names such as SIGTERM or SIGKILL. Got {', '.join(unknown)}"
-            )
         self.signals = {int(step): getattr(signal, name) for name, step in signals.items()}
 
     def on_train_batch_end(
