@@ -205,15 +205,3 @@ def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every, ends):
         forks.cwd / "outputs" / name / "checkpoints" / "step=000004"
     )
     assert all(bool((weight == 0.5).all()) for weight in weights.values())
-
-
-class Accumulates(Images):
-    def on_train_epoch_start(self):
-        self.trainer.accumulate_grad_batches = 2
-
-
-def test_accumulation_that_a_hook_sets_is_refused_at_once(forks):
-    other = "task._target_=tests.test_lightning_surface.Accumulates"
-    shown = forks.train(*COMMAND, other, "run.name=k", expect=2).output
-    assert "trainer.accumulate_grad_batches was 1 and is 2 now: your code has set it" in shown
-    assert "Traceback" not in shown

@@ -150,7 +150,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     callbacks = [
         RecordError(cfg),  # first: it records what any other raises
-        CheckCallbacks(cfg, task.automatic_optimization, batches.accumulate),
+        CheckCallbacks(cfg),
         watchdog,
         fed,
         SaveAssets(fed.assets, directory),

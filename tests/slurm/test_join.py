@@ -77,23 +77,9 @@ def test_agents_of_other_nodes_than_asked_for_are_refused(step):
         slurm.join(config(2, nodes=3))
 
 
-ODD = {
-    "no task": (
-        {"SLURM_PROCID": ""},
-        r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID",
-    ),
-    "no nodes": (
-        {"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""},
-        r"but SLURM_NODEID, SLURM_STEP_NODELIST without",
-    ),
-    "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), ODD.values(), ids=ODD)
-def test_variables_that_srun_cannot_have_set_are_named(changes, message, step):
-    step(**changes)
-    with pytest.raises(ConfigError, match=message):
+def test_variables_that_srun_cannot_have_set_are_named(step):
+    step(SLURM_STEP_NUM_TASKS="x")
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NUM_TASKS=x: must be a number"):
         slurm.join(config(2))
 
 

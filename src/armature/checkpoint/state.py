@@ -6,7 +6,6 @@ as ".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,6 @@ GRADIENTS = f"{EXTRA}.grad."
 # entries in meta.pt
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
-
-_OTHER_SIZE = re.compile(
-    r"size mismatch for (\S+): .*?torch\.Size\(\[(.*?)\]\).*?torch\.Size\(\[(.*?)\]\)"
-)
 
 
 def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Any]:
@@ -178,13 +173,8 @@ def load_tensors_of(
     try:
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
-        wrong = [f"{name} is ({a}) there and ({b}) here" for name, a, b in
-                 _OTHER_SIZE.findall(str(error))]  # fmt: skip
         raise ConfigError(
-            f"{source} holds weights of other sizes: {_few(wrong)}. Give the model the sizes that "
-            "it was trained with."
-            if wrong
-            else f"{source} does not fit the model. {error}"
+            f"{source} does not fit the model: give it the sizes that it was trained with. {error}"
         ) from None
     if strict and not decides:
         _check_names(source, [name for name in missing if not may_lack(name)], surplus)
