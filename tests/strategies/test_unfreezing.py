@@ -17,8 +17,9 @@ def trained(
     batch.
 
     Args:
-        where: `batch`, between batches; `turns`, frozen and unfrozen in turns; `micro`, the layer that was trained is frozen between the micro-batches of a
-            global batch; `backbone`, as `batch`, of a model of its own.
+        where: `batch`, between batches; `turns`, frozen and unfrozen in turns; `micro`, the layer
+            that was trained is frozen between the micro-batches of a global batch; `backbone`, as
+            `batch`, of a model of its own.
     """
     import os
     import warnings

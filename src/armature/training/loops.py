@@ -9,9 +9,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -40,6 +38,7 @@ class ValidationLoop(_EvaluationLoop):
             values = super().run()
         except StoppedBySignal:
             self.before.put_back()
+            self._results.clear()  # the objects it has logged are not reset
             raise
         # after an exception it stays: a checkpoint saved at a stop holds its modes
         self.before = None
@@ -209,42 +208,6 @@ class EpochLoop(_TrainingEpochLoop):
         self.val_loop.run()
         self.trainer.training = True
 
-    # ------------------------------------------------------------ resume
-    def restore_progress(self, *, step: int, batches: int, closing: bool) -> None:
-        """Set the counters of a resumed run.
-
-        Args:
-            step: global batches completed.
-            batches: micro-batches of this epoch that are done; all of them if `closing`.
-            closing: no batch is left, only the end of the epoch.
-        """
-        mid_epoch = bool(batches) and not closing
-        progress: Any = self.batch_progress
-        # The loop takes a batch that is not completed for a save at the batch's end: it completes
-        # it and continues
-        for count, seen in (
-            (progress.current, batches),
-            (progress.total, step * self.trainer.accumulate_grad_batches),
-        ):
-            count.ready = count.started = count.processed = seen
-            count.completed = seen - mid_epoch
-        progress.is_last_batch = closing
-        self._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
-        self.restarting = bool(batches)
-        self._restart_stage = BatchStage.NONE
-        if batches:
-            self._restart_stage = (
-                BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
-            )
-        self.val_loop.restarting = False
-        # nothing but the end of the epoch is left
-        self.val_loop._has_run = closing or self.last_batch_is_done
-
-    def close_epoch(self) -> None:
-        """Forget that the run was resumed: at the end of a resumed epoch."""
-        self.restarting = False
-        self.reset_restart_stage()
-
 
 class FitLoop(_FitLoop):
     """Run the epochs."""
@@ -330,15 +293,38 @@ class FitLoop(_FitLoop):
         super().on_run_end()
         run_hooks.call(self.trainer, "training_ended")
 
-    def restore_progress(self, *, epoch: int, started: bool) -> None:
-        """Set the counters of a resumed run: complete epochs, and whether some batches of the next
-        one are done.
+    def restore_progress(self, *, epoch: int, step: int, batches: int, closing: bool) -> None:
+        """Set the counters of a resumed run.
+
+        Args:
+            epoch: epochs completed.
+            step: global batches completed.
+            batches: micro-batches of the next epoch that are done; all of them if `closing`.
+            closing: no batch is left, only the end of the epoch.
         """
-        progress: Any = self.epoch_progress
-        for count in (progress.total, progress.current):
+        loop, started = self.epoch_loop, bool(batches)
+        epochs: Any = self.epoch_progress
+        for count in (epochs.total, epochs.current):
             count.ready = count.started = epoch + started
             count.processed = count.completed = epoch
-        self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
+        mid_epoch = started and not closing
+        progress: Any = loop.batch_progress
+        # The loop takes a batch that is not completed for a save at the batch's end: it completes
+        # it and continues
+        for count, seen in (
+            (progress.current, batches),
+            (progress.total, step * self.trainer.accumulate_grad_batches),
+        ):
+            count.ready = count.started = count.processed = seen
+            count.completed = seen - mid_epoch
+        progress.is_last_batch = closing
+        loop._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
+        self.restarting = started
+        loop.val_loop.restarting = False
+        self.update_restart_stage()
         # else the schedulers that are due at the end of this epoch would be skipped
-        self._restarting = False
+        self.restarting = False
+        loop.restarting = started
+        # nothing but the end of the epoch is left
+        loop.val_loop.restarting, loop.val_loop._has_run = False, closing or loop.last_batch_is_done
         self._last_train_dl_reload_epoch = epoch

@@ -188,10 +188,8 @@ class RestoreProgress(RunHooks, Callback):
         closing = not batches and self._saved["epoch"] < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
-        fit_loop = trainer.fit_loop
-        fit_loop.restore_progress(epoch=epoch, started=bool(batches))
-        fit_loop.epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
-        fit_loop.owes_schedules = bool(batches)
+        trainer.fit_loop.restore_progress(epoch=epoch, step=step, batches=batches, closing=closing)
+        trainer.fit_loop.owes_schedules = bool(batches)
         self._restore_values(trainer)
 
     def _restore_values(self, trainer: OurTrainer) -> None:
@@ -230,7 +228,7 @@ class RestoreProgress(RunHooks, Callback):
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        trainer.fit_loop.epoch_loop.close_epoch()
+        trainer.fit_loop.epoch_loop.on_iteration_done()  # it is no resumed epoch any more
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._random = epoch_start.random_state(trainer)

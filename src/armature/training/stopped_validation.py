@@ -38,8 +38,6 @@ class Before:
     def put_back(self) -> None:
         """Called by all ranks, after the last hook of a batch."""
         _end(self.trainer)
-        # the objects it has logged are not reset: they hold what they held before
-        self.trainer._results.clear()
         epoch_metrics.restore_states(self.trainer.lightning_module, [self.metrics])
         user_state.put_back(self.trainer, self.attributes)
         randomness.restore(self.drawn)
