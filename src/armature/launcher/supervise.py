@@ -419,16 +419,10 @@ def describe(
 
 
 def _hang(watcher: RankWatcher, folder: Path) -> Failure:
-    stopped = {rank: each for rank, each in watcher.hung.items() if each.stopped}
-    ranks = sorted(stopped or watcher.hung)  # if one is stopped by a signal, the others wait for it
-    seconds = max(watcher.hung[rank].seconds for rank in ranks)
+    ranks, seconds = sorted(watcher.hung), max(watcher.hung.values())
     several = len(ranks) > 1
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
-    why = (
-        "stopped by a signal such as SIGSTOP"
-        if stopped
-        else f"{'their' if several else 'its'} stacks are in {log}"
-    )
+    why = f"{'their' if several else 'its'} stacks are in {log}"
     what = f"{hang.named(ranks)} made no step for {seconds:.0f} s ({why})"
     file = folder / "logs" / hang.REPORT
     lines, text = hang.report(watcher.folder, folder / "logs", ranks=watcher.alive)

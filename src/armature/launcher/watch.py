@@ -41,12 +41,6 @@ class Rank:
         return deadline is not None and time.monotonic() > deadline + seconds
 
 
-@dataclass(frozen=True)
-class Hang:
-    seconds: float  # without progress before the rank ended
-    stopped: bool  # by a signal such as SIGSTOP
-
-
 class RankWatcher:
     """Watch the ranks while entered, and kill all that remain on exit.
 
@@ -62,7 +56,8 @@ class RankWatcher:
     def __init__(self, folder: Path, *, ranks: int) -> None:
         self.folder, self.count = folder, ranks
         self.deaths: dict[int, float] = {}  # Unix time by rank
-        self.hung: dict[int, Hang] = {}  # ended because they made no progress
+        # seconds without progress of those that ended because of it
+        self.hung: dict[int, float] = {}
         self.alive: dict[int, hang.Progress] = {}
         self.ended: set[int] = set()  # killed because another had failed
         self._asked_to_end = False
@@ -150,17 +145,11 @@ class RankWatcher:
             ranks = [rank for rank in self._ranks.values() if rank.progress is not None]
             self.alive = {rank.number: rank.progress for rank in ranks if rank.progress}
             for rank in ranks:
-                if _is_stopped(rank.pid):  # the others wait for it
-                    self._note_hung(rank, stopped=True)
-                elif rank is not late:
+                if rank is not late:
                     with suppress(ProcessLookupError):
                         os.kill(rank.pid, signal.SIGUSR2)
-        if late.number not in self.hung:
-            self._note_hung(late, stopped=_is_stopped(late.pid))
-
-    def _note_hung(self, rank: Rank, *, stopped: bool) -> None:
-        seconds = rank.progress.seconds if rank.progress is not None else None
-        self.hung[rank.number] = Hang(seconds or 0.0, stopped)
+        seconds = late.progress.seconds if late.progress is not None else None
+        self.hung[late.number] = seconds or 0.0
 
     def _kill_overdue_ranks(self) -> None:
         if self._kill_deadline is not None and time.monotonic() > self._kill_deadline[0]:
@@ -199,13 +188,6 @@ def _exit_code(handle: int) -> int | None:
         ) is not None:
             return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     return None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False
 
 
 def _kill_group(pid: int) -> None:

@@ -63,8 +63,7 @@ class RecordError(L.Callback):
                 exception.add_note(
                     memory_line(self.cfg, kinds, where=place(trainer), evaluates=evaluates)
                 )
-            with suppress(Exception):
-                smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
+                smaller = micro_batch.smaller(self.cfg, exception, trainer, kinds)
         if smaller is not None:
             again = "The same command continues with it; launch.max_restarts=1 does so by itself."
             exception.add_note(f"{smaller} {again}")

@@ -9,12 +9,12 @@ been tried.
 import traceback
 from pathlib import Path
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.parallel import process_group
-from armature.training.errors import bytes_by_kind, is_out_of_memory, peak_bytes, place
+from armature.training.errors import place
 from armature.training.loops import EpochLoop
 from armature.training.progress import completed_batches, feed_of
 from armature.validation import micro_batch
@@ -22,10 +22,12 @@ from armature.validation.memory import overrides
 
 
 def smaller(
-    cfg: DictConfig, error: BaseException, trainer: Trainer, module: LightningModule
+    cfg: DictConfig, error: BaseException, trainer: Trainer, kinds: dict[str, float]
 ) -> str | None:
     """Record a smaller size in config.yaml and return a line that says so; None if none is to be
     tried.
+
+    `kinds`: the bytes that this rank has held, by kind.
 
     It is not where the size was typed, nor after an error outside of training steps, such as in
     validation, whose batches are of data.eval_batch_size.
@@ -34,23 +36,21 @@ def smaller(
     if not (
         micro_batch.is_auto(cfg)
         and EpochLoop.advance.__code__ in codes
-        and is_out_of_memory(error)
-        and module.automatic_optimization
+        and trainer.lightning_module.automatic_optimization
     ):
         return None
     batches = feed_of(trainer).batches
     if (size := micro_batch.smaller(cfg, batches)) is None:
         return None
     run_dir.record_micro_batch_size(Path(cfg.run.dir), size)
-    where, peak = place(trainer), peak_bytes(trainer)
-    kinds = bytes_by_kind(module, trainer.optimizers, peak=peak)
     others = [
         each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")
     ]
     keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
+    peak = sum(kinds.values()) / 2**30
     return (
-        f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak "
-        f"{peak / 2**30:.2f} GiB): micro-batch {batches.micro_batch_size} → {size}, with the same "
+        f"Memory ran out on {place(trainer)} in step {completed_batches(trainer) + 1} (peak "
+        f"{peak:.2f} GiB): micro-batch {batches.micro_batch_size} → {size}, with the same "
         f"global batch of {batches.global_batch_size}. Type data.micro_batch_size={size} to start "
         f"with it{keep}."
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_only
 
 from armature.training.metrics_csv import MetricsCSV
 
@@ -42,15 +41,6 @@ class TimingsCSV(MetricsCSV):
     """timings.csv: a row per write, beside metrics.csv."""
 
     name_on_disk, keeps_newest = "timings.csv", False
-
-    @rank_zero_only
-    def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        super().write_rows(
-            [
-                {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()}
-                for row in rows
-            ]
-        )
 
 
 class Marks:
