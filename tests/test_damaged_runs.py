@@ -241,7 +241,10 @@ def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_p
 @pytest.mark.parametrize("name", ["checkpoints", "config.yaml"])
 def test_a_path_in_a_run_that_is_no_checkpoint_names_the_run(name, run, capsys):
     code, shown = command(capsys, "evaluate.py", run / name)
-    assert (code, f"no checkpoint. Name the run, {run}, or a step=" in shown) == (2, True), shown
+    assert (code, f"no complete checkpoint. Name the run, {run}, or a step=" in shown) == (
+        2,
+        True,
+    ), shown
 
 
 def test_checkpoints_that_a_run_removes_while_they_are_compared_are_looked_for_again(run):

@@ -112,14 +112,10 @@ def open_run(
             raise storage.removed(verified)
         return cfg, named[0]  # the process that has compared them has said the rest
     checkpoint = storage.intact_beside_training(find, trust=trust)
-    if checkpoint is None and path != run_path and not best:
-        raise ConfigError(
-            f"{path}: no checkpoint. Name the run, {run_path}, or a step=… folder in its "
-            "checkpoints."
-        )
     if checkpoint is None:
         raise ConfigError(
-            f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet."
+            f"{path}: no {'best' if best else 'complete'} checkpoint. Name the run, {run_path}, or "
+            "a step=… folder in its checkpoints."
         )
     if names_base and base.recorded(checkpoint) is None:
         log.warning(
@@ -239,7 +235,7 @@ def build_callbacks(cfg: DictConfig) -> list[L.Callback]:
 
 
 def task_and_weights(
-    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **given: Any
+    cfg: DictConfig, checkpoint: Path, *, averaged: bool | None = None, **given: Any
 ) -> tuple[L.LightningModule, Callable[[], dict[str, Any]]]:
     """Return the task, and what gives it a checkpoint's weights, saved under any layout, once its
     layers are made; that returns the checkpoint.
@@ -253,7 +249,7 @@ def task_and_weights(
     `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does. Raises ConfigError if
     that folder is not the one that the run began with.
     """
-    folder = None if checkpoint is None else base.verified(cfg, checkpoint)
+    folder = base.verified(cfg, checkpoint)
     if folder is not None:
         cfg = cfg.copy()
         cfg.model.pretrained = str(folder)
@@ -271,7 +267,7 @@ def task_and_weights(
         if any(p.is_meta for p in task.parameters()):
             # not to_empty, which empties computed buffers
             initialization.materialize(task, device=torch.device("cpu"))
-        return {} if checkpoint is None else _read(task, checkpoint, folder, averaged)
+        return _read(task, checkpoint, folder, averaged)
 
     return task, read
 
@@ -319,7 +315,7 @@ class WithWeights(SingleDeviceStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         saved = self._read_weights()
         states = saved.get("callbacks") or {}
-        for callback in trainer.callbacks if saved else ():  # pyright: ignore[reportAttributeAccessIssue]
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             callback.on_load_checkpoint(trainer, trainer.lightning_module, saved)
             # not the position in the training data
             if not isinstance(callback, feed.Feed) and (found := states.get(callback.state_key)):
@@ -346,7 +342,7 @@ def _put_back(task: L.LightningModule, saved: Mapping[str, Any], callbacks: Any 
 
 
 def load_task(
-    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **given: Any
+    cfg: DictConfig, checkpoint: Path, *, averaged: bool | None = None, **given: Any
 ) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, as
     `task_and_weights`.

@@ -17,11 +17,6 @@ from armature.validation.values import hide_secrets
 log = logging.getLogger(__name__)
 
 
-def open_log(file: Path) -> logging.FileHandler:
-    # names of files need not be text
-    return logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
-
-
 def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     """Open this rank's log, and set what holds for the whole process."""
     quiet()
@@ -29,7 +24,8 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
-    handler = open_log(directory / "logs" / f"rank_{environment.rank():04d}.log")
+    file = directory / "logs" / f"rank_{environment.rank():04d}.log"
+    handler = logging.FileHandler(file, encoding="utf-8")
     # on a full disk, where each line's traceback would hide what the terminal says of it
     handler.handleError = lambda record: None
     hide_secrets(cfg)
