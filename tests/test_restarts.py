@@ -285,11 +285,11 @@ def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
         1: failure(tmp_path, rank=1, code=-9, at=105.0),
     }
     assert (
-        describe(failures, watch, tmp_path, oom=None).what
+        describe(failures, watch, tmp_path, oom=False).what
         == "rank 0 failed with ArithmeticError: wrong"
     )
     aborted = {1: failure(tmp_path, rank=1, code=-6, at=105.0)}
-    assert "call each part" in describe(aborted, watch, tmp_path, oom=None).text
+    assert "call each part" in describe(aborted, watch, tmp_path, oom=False).text
 
 
 @pytest.mark.parametrize(

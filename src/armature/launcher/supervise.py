@@ -309,8 +309,7 @@ class _Attempts:
                     },
                 )
             except ChildFailedError as error:
-                now = _oom_kills()
-                oom = None if oom_kills is None or now is None else now > oom_kills
+                oom = _oom_kills() > oom_kills
                 remedy = memory.remedy(cfg) if oom else ""
                 return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=remedy)
             finally:
@@ -373,13 +372,12 @@ def describe(
     watcher: RankWatcher,
     folder: Path,
     *,
-    oom: bool | None,
+    oom: bool,
     remedy: str = "",
 ) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
-    `oom`: True if the system has killed processes for lack of memory during the attempt; None if
-    unknown.
+    `oom`: whether the system has killed processes for lack of memory during the attempt.
     `remedy`: what to type if memory has run out.
     """
     if watcher.hung:
@@ -392,11 +390,7 @@ def describe(
     log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
     if _was_killed(failure):
         name = signal.Signals(-failure.exitcode).name
-        guess = {
-            True: ", since the machine ran out of memory",
-            None: ", probably out of memory",
-            False: "",
-        }[oom]
+        guess = ", since the machine ran out of memory" if oom else ""
         known = {"SIGKILL": (guess, remedy), "SIGABRT": ("", UNLIKE)}
         guess, advice = known.get(name, ("", ""))
         what = f"rank {rank} was killed by {name}{guess}"
@@ -495,16 +489,16 @@ def loopback_variables() -> dict[str, str]:
     }
 
 
-def _oom_kills() -> int | None:
+def _oom_kills() -> int:
     """Return how many processes Linux has killed for lack of memory since boot (containers
-    included), or None.
+    included); 0 where it does not count them.
     """
     try:
         return int(
             dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())["oom_kill"]
         )
     except (OSError, KeyError):
-        return None
+        return 0
 
 
 def _gpus_now() -> int:
