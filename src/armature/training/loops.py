@@ -325,6 +325,7 @@ class FitLoop(_FitLoop):
         # else the schedulers that are due at the end of this epoch would be skipped
         self.restarting = False
         loop.restarting = started
+        loop.val_loop.restarting = False
         # nothing but the end of the epoch is left
-        loop.val_loop.restarting, loop.val_loop._has_run = False, closing or loop.last_batch_is_done
+        loop.val_loop._has_run = closing or loop.last_batch_is_done
         self._last_train_dl_reload_epoch = epoch
