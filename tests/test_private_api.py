@@ -88,6 +88,7 @@ TABLE: list[tuple[Any, ...]] = [
     (FIT, "_data_fetcher"),
     (FIT, "update_restart_stage", ("self",)),
     (FIT, "_last_train_dl_reload_epoch"),
+    (f"{LOOPS}.loop:_Loop", "_restarting"),
     (f"{LOOPS}.loop:_Loop", "restarting"),
     (EVALUATION, "_has_run"),
     (EVALUATION, "batch_progress"),

@@ -319,13 +319,12 @@ class FitLoop(_FitLoop):
             count.completed = seen - mid_epoch
         progress.is_last_batch = closing
         loop._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
-        self.restarting = started
+        # not by Lightning's setter, with which a limit of steps is always restarting
+        self._restarting = loop.restarting = started
         loop.val_loop.restarting = False
         self.update_restart_stage()
         # else the schedulers that are due at the end of this epoch would be skipped
-        self.restarting = False
-        loop.restarting = started
-        loop.val_loop.restarting = False
+        self._restarting = False
         # nothing but the end of the epoch is left
         loop.val_loop._has_run = closing or loop.last_batch_is_done
         self._last_train_dl_reload_epoch = epoch
