@@ -37,7 +37,7 @@ from armature.validation.composing import instantiate
 MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 CLASSES = (*OF_ONE_CLASS, *OPEN)
 # keys that decide the layout
-OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.")
+OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.", "model.")
 # by `_target_`: what looks for data.path without torch, in data modules that have no source
 _FIND = {
     "armature.data.table.TableData": sources.find,
@@ -125,7 +125,9 @@ def _checked(
     complete = not (unsound or "trainer.devices" in wrong)
     if complete:
         cfg = decide(cfg)
-        problems += _loader_problems(cfg) + _model_problems(cfg)
+        problems += _loader_problems(cfg)
+        if not any(key.startswith("model.") for key in wrong):
+            problems += _model_problems(cfg)
         if not problems:
             cfg, chosen = auto.decide(
                 cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems

@@ -193,6 +193,40 @@ class OfData:
     multiple: Size | None
 
 
+class OfModel:
+    vocab_size: Size | None
+    context: Size | None
+    width: Size
+    layers: Annotated[int, Field(ge=1, le=10_000)]
+    heads: Size
+    kv_heads: Size | None
+    head_dim: Size | None
+    ffn_hidden: Size | None
+    dropout: Fraction
+    qk_norm: Literal["weighted"] | bool
+    windows: (
+        Annotated[
+            Count | list[Count | None],
+            Field(description="a number of positions from 1, or a list of one for each block"),
+        ]
+        | None
+    )
+    document_token: Count0 | None
+    experts: Pixels
+    active: Pixels
+    expert_hidden: Size
+    shared_hidden: Size | None
+    dense_layers: Count0
+    score: Literal["sigmoid", "softmax"]
+    balance_rate: Fraction
+    image_size: Pixels | None
+    patch_size: Pixels
+    channels: Size | None
+    classes: Size
+    label_smoothing: Fraction
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None
+
+
 class OfSource:
     path: Paths | None
     dtype: Literal["uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"]
@@ -279,6 +313,7 @@ OF_OURS = {  # where the group's class is ours
     "scheduler": OfScheduler,
     "strategy": OfStrategy,
     "data": OfData,
+    "model": OfModel,
     "data.source": OfSource,
 }
 OF_CLASSES = {  # which would refuse them in the rank

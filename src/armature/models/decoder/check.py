@@ -4,38 +4,31 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
+from armature.models.sizes import nearest_divisor, nearest_multiple
 
-SIZES = ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
 ROPE_SCALING = {  # kind → numbers that it needs, and that it may have
     "llama3": (("factor", "high_frequency", "low_frequency", "original_context"), ()),
     "yarn": (("factor", "original_context"), ("attention_factor", "beta_fast", "beta_slow")),
     "linear": (("factor",), ()),
 }
-QK_NORMS = (False, True, "weighted")
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
     """Return every reason why `Decoder(**args)` cannot be built, each with both values and a
     remedy.
     """
-    found = whole_numbers(args, SIZES, optional=("kv_heads", "head_dim", "ffn_hidden")) + fraction(
-        args, "dropout"
-    )
-    found += _scaling_problems(args.get("rope_scaling")) + _window_problems(
-        args.get("windows"), args.get("layers")
-    )
-    if (norm := args.get("qk_norm", False)) not in QK_NORMS:
-        found.append(f"model.qk_norm must be false, true or weighted. Got {norm!r}")
+    found = _scaling_problems(args.get("rope_scaling"))
     token, vocabulary = args.get("document_token"), args.get("vocab_size")
-    if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
-        found.append(f"model.document_token must be the id of a token, or null. Got {token!r}")
-    elif token is not None and isinstance(vocabulary, int) and token >= vocabulary:
+    if token is not None and vocabulary is not None and token >= vocabulary:
         found.append(
             f"model.document_token={token} is not one of the model.vocab_size={vocabulary} tokens"
         )
-    if found:
-        return found
+    windows, layers = args.get("windows"), args.get("layers")
+    if isinstance(windows, Sequence) and len(windows) != layers:
+        found.append(
+            f"model.windows has {len(windows)} entries, but model.layers={layers}: it needs one "
+            "for each block"
+        )
     width, heads = args.get("width"), args.get("heads")
     if width is None or heads is None:
         return found
@@ -109,25 +102,3 @@ def _scaling_problems(scaling: Any) -> list[str]:
         or not isinstance(scaling[key], int | float)
         or not 0 < scaling[key] < math.inf
     ]
-
-
-def _window_problems(windows: Any, layers: Any) -> list[str]:
-    if windows is None:
-        return []
-    several = isinstance(windows, Sequence) and not isinstance(windows, str)
-    each = list(windows) if several else [windows]
-    if wrong := [
-        w
-        for w in each
-        if w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1)
-    ]:
-        return [
-            "model.windows must be whole numbers of at least 1, or null for all positions. Got "
-            f"{wrong[0]!r}"
-        ]
-    if several and isinstance(layers, int) and len(each) != layers:
-        return [
-            f"model.windows has {len(each)} entries, but model.layers={layers}: it needs one for "
-            "each block"
-        ]
-    return []

@@ -19,31 +19,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from armature.models.huggingface import sharding
-from armature.models.huggingface.check import problems
 from armature.models.loss import IGNORED, mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.wrapped import Match, WrappedModel, weights_on
 
 # a kernel's package, and memory: not the folder's fault
 NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError)
-
-
-# kinds of layers, in transformers' words
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-
-# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on
-# CPUs as well
-STATE_SPACES = {
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "zamba2",
-}
 
 
 class Cache:
@@ -115,10 +96,6 @@ class PretrainedModel(WrappedModel):
     def __init__(
         self, *, pretrained: str, context: int, attention: str | None, **settings: Any
     ) -> None:
-        if found := problems(
-            {"context": context, "attention": attention, "classes": settings.get("num_labels")}
-        ):
-            raise ValueError("; ".join(found))
         super().__init__(pretrained, self._build(pretrained, attention, settings))
         self.context = context
         text = self.inner.config.get_text_config()
@@ -161,26 +138,6 @@ class PretrainedModel(WrappedModel):
     def plan(self) -> Plan | None:
         """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
-
-    @cached_property
-    def other_layers(self) -> list[str]:
-        """What reads other positions besides attention: kinds of layers, in transformers' words, or
-        a convolution.
-        """
-        kinds = {
-            *(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())
-        } - ATTENTION
-        text = self.inner.get_decoder()  # without towers of sounds and images
-        convolutions = any(isinstance(module, nn.Conv1d) for module in text.modules())
-        return sorted(kinds) or ["convolution"] * convolutions
-
-    @property
-    def read_directly(self) -> tuple[str, ...]:
-        """Last parts of the names of Linears whose weights are read past their forward: adapters
-        would do nothing.
-        """
-        is_read = self.inner.config.get_text_config().model_type in STATE_SPACES
-        return ("dt_proj", "out_proj", "x_proj") if is_read else ()
 
     @override
     def match(self, saved: Mapping[str, Any]) -> Match:
@@ -275,8 +232,7 @@ class CausalLM(PretrainedModel):
         )
         begin, cache.length = cache.length, cache.length + inputs.shape[1]
         if self._has_cache:
-            # Bamba would begin at 0 again
-            if self.other_layers and "position_ids" in self._accepted:
+            if "position_ids" in self._accepted:  # a recurrent model would begin at 0 again
                 kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
             return self.inner(
                 input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept

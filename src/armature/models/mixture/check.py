@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from armature.models.decoder import check as decoder
-from armature.models.sizes import nearest_multiple, whole_numbers
+from armature.models.sizes import nearest_multiple
 
-SIZES = ("experts", "active", "expert_hidden", "shared_hidden")
-SCORES = ("sigmoid", "softmax")
 MULTIPLE = 8  # elements: rows of 16 bytes, which grouped matrix products need
 
 
@@ -15,28 +13,15 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     """Return every reason why `MixtureDecoder(**args)` cannot be built, each with both values and a
     remedy.
     """
-    found = decoder.problems(args) + whole_numbers(args, SIZES, optional=("shared_hidden",))
-    dense, layers, rate = (
-        args.get("dense_layers", 0),
-        args.get("layers"),
-        args.get("balance_rate", 1e-3),
-    )
-    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        found.append(f"model.dense_layers must be a whole number of at least 0. Got {dense!r}")
-    elif isinstance(layers, int) and dense >= layers:
+    found, dense, layers = decoder.problems(args), args.get("dense_layers", 0), args.get("layers")
+    if layers is not None and dense >= layers:
         found.append(
             f"model.dense_layers={dense} leaves none of the model.layers={layers} blocks a "
             "mixture: type a smaller "
             "model.dense_layers, or model._target_=armature.models.decoder.model.Decoder"
         )
-    if (score := args.get("score", "sigmoid")) not in SCORES:
-        found.append(f"model.score must be one of {', '.join(SCORES)}. Got {score!r}")
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-        found.append(f"model.balance_rate must be at least 0 and below 1. Got {rate!r}")
     if args.get("pretrained") is not None:
         found.append("model.pretrained: mixtures of experts begin at random. Leave it out")
-    if found:
-        return found
     experts, active = args.get("experts"), args.get("active")
     if experts is not None and active is not None and active > experts:
         found.append(

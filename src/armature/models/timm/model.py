@@ -20,7 +20,6 @@ from armature.models.adapters import is_adapter
 from armature.models.loss import mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.timm import package
-from armature.models.timm.check import problems
 from armature.models.wrapped import Match, WrappedModel, weights_on
 
 
@@ -54,8 +53,6 @@ class ImageClassifier(WrappedModel):
         channels: int | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
-        if found := problems({"classes": classes, "label_smoothing": label_smoothing}):
-            raise ValueError("; ".join(found))
         super().__init__(pretrained, _build(pretrained, classes))
         self.new_head, self.label_smoothing = new_head, label_smoothing
         heads = self.inner.pretrained_cfg.get("classifier") or ()

@@ -5,28 +5,14 @@ launch.
 from collections.abc import Mapping
 from typing import Any
 
-from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
-
-SIZES = (
-    "image_size",
-    "patch_size",
-    "channels",
-    "classes",
-    "width",
-    "layers",
-    "heads",
-    "ffn_hidden",
-)
+from armature.models.sizes import nearest_divisor, nearest_multiple
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
     """Return every reason why `VisionTransformer(**args)` cannot be built, each with both values
     and a remedy.
     """
-    found = whole_numbers(args, SIZES, optional=("ffn_hidden",))
-    found += fraction(args, "dropout") + fraction(args, "label_smoothing")
-    if found:
-        return found
+    found = []
     image, patch = args.get("image_size"), args.get("patch_size")
     if image is not None and patch is not None and image % patch:
         found.append(
