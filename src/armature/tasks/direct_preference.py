@@ -9,13 +9,11 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.lora import Lora, LoraLinear, without_adapters
+from armature.finetune.lora import LoraLinear, without_adapters
 from armature.models.decoder.loss import computes_loss
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED, token_losses
@@ -39,8 +37,7 @@ class DirectPreference(LanguageModeling):
     log-probabilities of both answers, in nats per answer.
 
     Args:
-        model, optimizer, scheduler, adapter, preview_prompt, preview_tokens, preview_temperature:
-            as of `LanguageModeling`.
+        model, preview_tokens, task: as of `LanguageModeling`.
         beta: how strongly the model is held to the reference.
         loss: "sigmoid", or "ipo", which is (m / beta - 1 / (2 beta))² (arXiv:2310.12036, equation
             17).
@@ -72,26 +69,14 @@ class DirectPreference(LanguageModeling):
         self,
         model: Callable[[], nn.Module],
         *,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
-        adapter: Lora | None = None,
         beta: float = 0.1,
         loss: str = "sigmoid",
         label_smoothing: float = 0.0,
         length_normalized: bool = False,
-        preview_prompt: str = "",
         preview_tokens: int = 0,
-        preview_temperature: float = 0.6,
+        **task: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            adapter=adapter,
-            preview_prompt=preview_prompt,
-            preview_tokens=preview_tokens,
-            preview_temperature=preview_temperature,
-        )
+        super().__init__(model, preview_tokens=preview_tokens, **task)
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
         self.reference: nn.Module | None = None  # None: the model without its adapters

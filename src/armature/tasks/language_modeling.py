@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.lora import Lora
 from armature.models.decoder.generation import complete
 from armature.tasks.base import Batch, Task, inputs_and_targets
 
@@ -33,14 +30,12 @@ class LanguageModeling(Task):
         self,
         model: Callable[[], nn.Module],
         *,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
         preview_prompt: str | Sequence[str] = "auto",
         preview_tokens: int = 48,
         preview_temperature: float = 0.6,
-        adapter: Lora | None = None,
+        **task: Any,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
+        super().__init__(model, **task)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
 
