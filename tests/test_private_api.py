@@ -151,8 +151,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch.nn:Module", "_parameters"),
     ("torch.nn:Module", "_buffers"),
     ("torch.nn:Module", "_non_persistent_buffers_set"),
-    ("torch.nn:Module", "_forward_hooks"),
-    ("torch.nn:Module", "_forward_pre_hooks"),
     ("torch:Tensor", "_backward_hooks"),
     ("torch:Tensor", "_post_accumulate_grad_hooks"),
     ("torch.nn.parallel:DistributedDataParallel", "_build_params_for_reducer", ("self",)),

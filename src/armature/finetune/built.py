@@ -219,19 +219,14 @@ def _kernel_problems(cfg: DictConfig) -> list[str]:
 
 
 def _packing_problems(model: Any) -> list[str]:
-    """Return whether conversations that are packed into rows would see each other in this
-    architecture.
-
-    transformers keeps them apart by their positions in the families of PACKABLE, and only in layers
-    of attention: convolutions and recurrent layers read across.
+    """Return a problem if conversations that are packed into rows may see each other in this
+    architecture: transformers keeps them apart by their positions in the families of PACKABLE.
     """
     kind = model.inner.config.get_text_config().model_type
-    mixing = ", ".join(model.other_layers)
-    if kind in PACKABLE and not mixing:
+    if kind in PACKABLE:
         return []
-    reason = f" (it has layers of {mixing}, which know no conversations)" if mixing else ""
     return [
         f"data.source.packing=true: transformers' {type(model.inner).__name__} of "
         f"model_type={kind} is not known to keep the conversations of a "
-        f"row apart{reason}. Type data.source.packing=false."
+        "row apart. Type data.source.packing=false."
     ]

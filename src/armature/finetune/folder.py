@@ -69,15 +69,11 @@ def find(name: str) -> Path:
     Raises ConfigError for what is neither, and if the hub cannot be reached.
     """
     folder = Path(name).expanduser()
-    try:
-        if (folder / CONFIG).is_file():
-            return folder
-        is_there = folder.exists()
-    except OSError:  # a name that is too long
-        is_there = False
-    if is_there or not _HUB_NAME.fullmatch(name):
+    if (folder / CONFIG).is_file():
+        return folder
+    if folder.exists() or not _HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"model.pretrained={name[:200]}: no folder that holds a {CONFIG}. Name a folder as "
+            f"model.pretrained={name}: no folder that holds a {CONFIG}. Name a folder as "
             "transformers' save_pretrained writes it, or a model of Hugging Face's hub."
         )
     return _download(name)

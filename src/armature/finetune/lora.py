@@ -105,10 +105,7 @@ class Lora:
         linears = {
             name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
         }
-        # last parts of names of weights on which adapters would do nothing and 4 bits would fail
-        read_directly = getattr(model, "read_directly", ())
-        past = {name for name in linears if name.rpartition(".")[2] in read_directly}
-        targets = self._chosen(model, linears, past)
+        targets = self._chosen(model, linears)
         extra = self._trained(model)
         named = [*model.named_parameters(remove_duplicate=False)]
         times = Counter(id(param) for _, param in named)
@@ -123,7 +120,7 @@ class Lora:
                 f"task.adapter.targets, or train it as a whole: task.adapter.train=[{odd[0]}]."
             )
         if self.quantize is not None:
-            inside = {name: linears[name] for name in _inside(linears) if name not in past}
+            inside = {name: linears[name] for name in _inside(linears)}
             linears |= self._in_4_bits(inside, extra)
         model.requires_grad_(False)
         for name, param in named:
@@ -144,18 +141,17 @@ class Lora:
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
-    def _chosen(self, model: nn.Module, linears: dict[str, nn.Linear], past: set[str]) -> list[str]:
+    def _chosen(self, model: nn.Module, linears: dict[str, nn.Linear]) -> list[str]:
         if self.targets is None:
-            if not (chosen := [name for name in _inside(linears) if name not in past]):
+            if not (chosen := _inside(linears)):
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
-            if not _is_repeated(chosen[0]) and (kind := _kind_in_blocks(model)):
-                own = dict(model.named_parameters())  # without a head's that is tied
+            own = dict(model.named_parameters())  # without a head's that is tied
+            if not _is_repeated(chosen[0]) and any(map(_is_repeated, own)):
                 outside = ", ".join(name for name in chosen if f"{name}.weight" in own)
-                another = f", or name one of those outside in task.adapter.targets: {outside}"
                 raise ConfigError(
                     "task.adapter.targets=null: adapters are for every torch.nn.Linear inside the "
-                    f"model's blocks, and these have none: their matrices are of {kind}. Train the "
-                    f"whole model{another * bool(outside)}."
+                    "model's blocks, and these have none. Train the whole model, or name some of "
+                    f"those outside in task.adapter.targets: {outside or 'there are none'}."
                 )
             return chosen
         if missing := [
@@ -166,24 +162,12 @@ class Lora:
                 "There are: "
                 f"{_kinds(linears)}."
             )
-        chosen = [name for name in linears if any(_matches(name, each) for each in self.targets)]
-        if odd := [name for name in chosen if name in past]:
-            raise ConfigError(
-                f"task.adapter.targets={self.targets}: the weights of {_kinds(odd)} are read past "
-                "their Linears, so "
-                "that an adapter would do nothing. Leave them out."
-            )
-        return chosen
+        return [name for name in linears if any(_matches(name, each) for each in self.targets)]
 
     def _in_4_bits(self, linears: dict[str, nn.Linear], trained: set[str]) -> dict[str, nn.Linear]:
-        """Return these Linears in 4 bits, without those that have hooks or a weight that is trained
-        as a whole.
-        """
+        """Return these Linears in 4 bits, without those whose weight is trained as a whole."""
         chosen = {
-            name: linear
-            for name, linear in linears.items()
-            if f"{name}.weight" not in trained
-            and not (linear._forward_hooks or linear._forward_pre_hooks)
+            name: linear for name, linear in linears.items() if f"{name}.weight" not in trained
         }
         if odd := [
             f"{name} ({linear.in_features})"
@@ -285,17 +269,6 @@ def _inside(linears: dict[str, nn.Linear]) -> list[str]:
     """Return the plain Linears inside the model's blocks; without such, all plain Linears."""
     plain = [name for name, module in linears.items() if type(module) is nn.Linear]
     return [name for name in plain if _is_repeated(name)] or plain
-
-
-def _kind_in_blocks(model: nn.Module) -> str | None:
-    """Return the class of a module in the model's blocks that has a matrix and is no Linear and no
-    embedding.
-    """
-    for name, module in model.named_modules():
-        is_matrix = any(param.ndim > 1 for param in module.parameters(recurse=False))
-        if is_matrix and _is_repeated(name) and not isinstance(module, nn.Linear | nn.Embedding):
-            return type(module).__name__
-    return None
 
 
 def _is_repeated(name: str) -> bool:

@@ -105,13 +105,9 @@ def bitsandbytes_kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
 
     Raises ImportError if it is not installed.
     """
-    logger = logging.getLogger("bitsandbytes")
-    before = logger.level
-    logger.setLevel(logging.ERROR)  # it reports kernels for other devices that it does not find
-    try:
-        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    finally:
-        logger.setLevel(before)
+    # it reports kernels for other devices that it does not find
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
 
     def kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor:
         shape = (codes.shape[0], codes.shape[1] * 2)

@@ -23,8 +23,8 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
 
     The base model is not read.
 
-    Raises ConfigError for a run without adapters, for one that trained other weights as well, which
-    the form lacks, and for adapters that hold NaN.
+    Raises ConfigError for a run without adapters, and for one that trained other weights as well,
+    which the form lacks.
     """
     adapter = adapter_of(cfg)
     if adapter is None:
@@ -44,11 +44,6 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             module = str(rename(f"{owner}.weight")).removesuffix(".weight")
             modules.add(module)
             tensors[f"base_model.model.{module}.{part}.weight"] = value.contiguous()
-    if odd := [name for name, value in tensors.items() if value.isnan().any()]:
-        raise ConfigError(
-            f"{target.name}: the run's adapters hold NaN: {folder.some(odd)}. Name an earlier "
-            "checkpoint, such as outputs/RUN/checkpoints/step=000100."
-        )
     config = {
         "peft_type": "LORA",
         # with that for classifiers peft would look for a head in the folder
@@ -71,6 +66,4 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         write_tokenizer(folder.kept_in(Path(cfg.run.dir)), Path(cfg.run.dir), part)
         part.replace(target)
     size = sum(value.numel() for value in tensors.values())
-    line = f"{target}: {len(modules)} adapters of rank {adapter.rank}, {size:,} parameters"
-    changes = any(value.any() for name, value in tensors.items() if ".lora_B." in name)
-    return line if changes else f"{line}. All of B is 0: the model answers as its base does"
+    return f"{target}: {len(modules)} adapters of rank {adapter.rank}, {size:,} parameters"
