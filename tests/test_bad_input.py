@@ -309,12 +309,6 @@ def test_values_of_a_sweep_are_typed_by_their_keys():
     )
 
 
-@pytest.mark.parametrize("key", ["samples", "held_out"])
-def test_data_larger_than_memory(tmp_path, key):
-    typed = ["experiment=example", "run.name=big", f"data.{key}=1000000000000"]
-    refused(typed, "cannot hold the", "Type smaller sizes", cwd=tmp_path)
-
-
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_output_folder(tmp_path):
     tmp_path.chmod(0o500)

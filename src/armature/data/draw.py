@@ -7,7 +7,6 @@ import itertools
 import logging
 import operator
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ class Draw:
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks "
                 "here."
             )
-        self.draws_from_copies = self._told = False
+        self.draws_from_copies = False
         # of the epochs that the training loop has begun
         self._kept: dict[int, NDArray[np.int64]] = {}
         self.batch_size = 0
@@ -106,14 +105,12 @@ class Draw:
             return self._kept[epoch]
         drawn = self._draw(epoch)
         if len(drawn) != self.size:
-            if not self._told:
-                log.warning(
-                    "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its "
-                    "place by counting, so every epoch has as many as epoch 0: surplus ones are "
-                    "left out, and missing ones taken from the epoch's beginning.",
-                    self.owner, self.name, len(drawn), epoch, self.size,
-                )  # fmt: skip
-            self._told = True
+            log.warning(
+                "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its place "
+                "by counting, so every epoch has as many as epoch 0: surplus ones are left out, "
+                "and missing ones taken from the epoch's beginning.",
+                self.owner, self.name, len(drawn), epoch, self.size,
+            )  # fmt: skip
             drawn = np.resize(drawn, self.size)
         if keep:
             self._kept = {e: kept for e, kept in self._kept.items() if e >= epoch - 1}
@@ -129,17 +126,9 @@ class Draw:
                     each.generator = torch.Generator().manual_seed(seed)
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
-            try:
-                limit = len(sampler)  # an endless one has the length of its epochs
-            except (TypeError, NotImplementedError):
-                raise self._refused(
-                    "has no length. Give it a method __len__: the samples or batches of an epoch."
-                ) from None
-            drawn = itertools.islice(sampler, limit)
-            indices: list[Any] = [*map(self._batch if self.whole_batches else self._index, drawn)]
-        if not indices:
-            raise self._refused(f"yields no samples in epoch {epoch}.")
-        if self.whole_batches:
+            # an endless one has the length of its epochs
+            indices: Any = [*itertools.islice(sampler, len(sampler))]
+        if self.whole_batches and indices:
             self.batch_size = self.batch_size or statistics.mode(map(len, indices))
             sizes = {self.batch_size, *map(len, indices)}
             if self._training and len(sizes) > 1:
@@ -148,13 +137,8 @@ class Draw:
                     "data.global_batch_size samples: yield batches of one size (drop_last), or "
                     "pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
                 )
-            indices = [*itertools.chain(*indices)]
-        return np.array(indices, np.int64)
-
-    def _batch(self, drawn: Any) -> list[int]:
-        if not isinstance(drawn, Iterable):
-            raise self._refused(f"yields {drawn!r:.80}. A batch sampler yields lists of indices.")
-        return [*map(self._index, drawn)]
+            indices = itertools.chain(*indices)
+        return np.array([*map(self._index, indices)], np.int64)
 
     def _index(self, drawn: Any) -> int:
         try:

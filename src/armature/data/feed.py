@@ -28,8 +28,7 @@ from armature.data.loader import FedLoader, Unchanged, copies_ahead, fed
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Samples, has_targets, preserved_generators, seeded
 from armature.data.stream import Stream
-from armature.errors import ConfigError, error_line
-from armature.training.errors import is_out_of_memory
+from armature.errors import ConfigError
 from armature.training.progress import completed_batches
 from armature.validation.composing import instantiate
 
@@ -157,14 +156,6 @@ class Feed(L.Callback):
                 "attribute of its own, and set it in on_train_epoch_start of the module or a "
                 "callback: self.trainer.datamodule.train_set.epoch = self.current_epoch. The size "
                 "must stay."
-            ) from error
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ConfigError(
-                f"data: this machine's memory cannot hold the data of {self._name} "
-                f"({error_line(error)}). Type smaller sizes, or make each sample when __getitem__ "
-                "asks for it."
             ) from error
         finally:
             if self.data.trainer is BEFORE_TRAINER:

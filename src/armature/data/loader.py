@@ -196,9 +196,9 @@ def _synchronized(batch: Any, copied: Any, device: torch.device) -> Any:
     """
     current = torch.get_device_module(device).current_stream()
     copied.wait(current)
-    for leaf in tree_leaves(batch) if device.type == "cuda" else ():
+    for leaf in tree_leaves(batch):
         # not a PackedSequence's sizes, which stay on the CPU; nor sparse tensors, which torch
         # cannot record
-        if isinstance(leaf, Tensor) and leaf.device.type == "cuda" and leaf.layout == torch.strided:
+        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout == torch.strided:
             leaf.record_stream(current)
     return batch

@@ -83,12 +83,6 @@ def find(path: str | list[str]) -> list[SourceFile]:
                 if expanded.is_dir()
                 else (Path(*fixed), expanded)
             )
-            if "**" in matched.parts and root.resolve() == Path(root.anchor):
-                problems.append(
-                    f"data.path={pattern}: it holds every file of this machine. Name a folder of "
-                    "your own files."
-                )
-                continue
             paths = [p for p in glob.glob(str(matched), recursive=True) if os.path.isfile(p)]
         if not paths:
             problems.append(_nothing_found(pattern, expanded))

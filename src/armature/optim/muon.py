@@ -70,13 +70,6 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         self.matrix_work: Any = LocalMatrices()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-        for group in self.param_groups:
-            for param in group["params"]:
-                if group["hidden"] and param.ndim not in (2, 3):
-                    raise ValueError(
-                        "Muon orthogonalizes matrices, and stacks of them, only. Got a hidden "
-                        f"parameter {tuple(param.shape)}"
-                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
