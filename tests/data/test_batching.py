@@ -41,12 +41,6 @@ def test_what_does_not_divide_names_values_that_do(global_batch, micro, ranks):
             )
 
 
-@pytest.mark.parametrize(("global_batch", "micro"), [(0, 1), (8, 0), (8, -2), (8, "all")])
-def test_sizes_that_cannot_be_are_refused(global_batch, micro):
-    with pytest.raises(ConfigError, match="batch_size="):
-        plan_batches(global_batch, micro, 1)
-
-
 def test_checking_imports_no_torch():
     """These modules check the command line before anything heavy is imported; so does armature."""
     code = (

@@ -153,7 +153,7 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
         (["hardware=t4", "strategie=fsdp"], "strategie"),
         (
             ["hardware=t4", "data.micro_batch_size=3"],
-            "Type data.micro_batch_size=2 or data.micro_batch_size=4.",
+            "or data.micro_batch_size=2.",
         ),
         (
             ["hardware=t4", "strategy.activation_checkpointing=banana"],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armature.errors import ConfigError
+from armature.models.sizes import nearest_divisor, nearest_multiple
 
 # of `data`, which the feed takes (data/feed.py)
 LOADER_KEYS = (
@@ -43,38 +44,23 @@ def plan_batches(
     share one micro-batch. `key` is where the global batch was typed. Raises ConfigError, with the
     nearest values that fit, if global is not a multiple of micro × data ranks.
     """
-    problems = []
-    if global_batch_size < 1:
-        problems.append(f"{key}={global_batch_size}: at least 1 sample per step is needed.")
-    if micro_batch_size != "auto" and (
-        not isinstance(micro_batch_size, int) or micro_batch_size < 1
-    ):
-        problems.append(
-            f"data.micro_batch_size={micro_batch_size}: type a number of samples of at least 1, or "
-            "auto."
-        )
-    if problems:
-        raise ConfigError(problems)
-    if micro_batch_size == "auto":
-        if global_batch_size % data_ranks:
-            raise ConfigError(
-                f"{key}={global_batch_size} does not divide among {data_ranks} data ranks. "
-                f"{_type(key, _nearest_multiples(global_batch_size, data_ranks))}"
-            )
-        micro_batch_size = global_batch_size // data_ranks
-    assert isinstance(micro_batch_size, int)
-    accumulate, rest = divmod(global_batch_size, micro_batch_size * data_ranks)
-    if rest or not accumulate:
-        remedy = _type(key, _nearest_multiples(global_batch_size, micro_batch_size * data_ranks))
-        if global_batch_size % data_ranks == 0:
-            micro = _nearest_divisors(micro_batch_size, global_batch_size // data_ranks)
-            remedy = f"{_type('data.micro_batch_size', micro)} {remedy}"
+    auto = micro_batch_size == "auto"
+    unit = data_ranks * (1 if auto else int(micro_batch_size))
+    if global_batch_size % unit:
+        micro = "" if auto else f"data.micro_batch_size={micro_batch_size} × "
+        share, rest = divmod(global_batch_size, data_ranks)
+        remedies = [f"{key}={nearest_multiple(global_batch_size, unit)}"]
+        if not rest:
+            fits = nearest_divisor(share, int(micro_batch_size))
+            remedies.append(f"data.micro_batch_size={fits}")
         raise ConfigError(
-            f"{key}={global_batch_size} is not a multiple of "
-            f"data.micro_batch_size={micro_batch_size} "
-            f"× {data_ranks} data rank{'s' * (data_ranks > 1)}. {remedy}"
+            f"{key}={global_batch_size} is not a multiple of {micro}{data_ranks} data "
+            f"rank{'s' * (data_ranks > 1)}. Type {' or '.join(remedies)}."
         )
-    return Batches(global_batch_size, micro_batch_size, accumulate, data_ranks)
+    micro_batch_size = global_batch_size // data_ranks if auto else int(micro_batch_size)
+    return Batches(
+        global_batch_size, micro_batch_size, 1 if auto else global_batch_size // unit, data_ranks
+    )
 
 
 def configured_batch_size(data: Mapping[str, Any]) -> int | None:
@@ -83,19 +69,3 @@ def configured_batch_size(data: Mapping[str, Any]) -> int | None:
     """
     sizes = (data.get("global_batch_size"), data.get("batch_size"))
     return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def _type(key: str, values: list[int]) -> str:
-    return f"Type {' or '.join(f'{key}={value}' for value in values)}."
-
-
-def _nearest_multiples(value: int, of: int) -> list[int]:
-    below = value // of * of
-    return [below, below + of] if below else [of]
-
-
-def _nearest_divisors(value: int, of: int) -> list[int]:
-    """Return the largest divisor of `of` below `value`, and the smallest above it."""
-    divisors = sorted({d for i in range(1, int(of**0.5) + 1) if of % i == 0 for d in (i, of // i)})
-    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
-    return below[-1:] + above[:1]

@@ -112,6 +112,7 @@ Betas = Annotated[
 class OfAnyData:
     fold: Count0 | None
     folds: Annotated[int, Field(ge=2)] | None
+    micro_batch_size: Batch | Literal["auto"]
     eval_batch_size: Batch | None
     num_workers: Annotated[int, Field(ge=0, le=1024)]
     skip_steps: Annotated[
