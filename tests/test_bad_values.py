@@ -80,7 +80,7 @@ TOGETHER = [
     ("callbacks=ema", "callbacks.ema.decay=2"),
     ("callbacks=early_stopping", "callbacks.early_stopping.mode=sideways"),
     ("callbacks=monitors", "callbacks.monitors.norms_every_n_steps=0"),
-    ("experiment=mixture", "model.experts=1000000000000"),
+    ("model=mixture_nano", "model.experts=1000000000000"),
     *(
         ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", each)
         for each in words("""
