@@ -59,6 +59,7 @@ def train(parts):
             "scheduler.final=1.0",
             "scheduler.warmup=0",
             "optimizer.lr=0.01",
+            "optimizer.eps=1e-6",
             f"run.root={parts / 'runs'}",
             f"run.name={name}",
             "trainer.max_epochs=null",
@@ -84,6 +85,34 @@ def equal(one: Path, other: Path) -> None:
     assert rows(one) == rows(other)
     ours, theirs = weights(one), weights(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+OTHERS = {  # what changes no loss, and its ranks
+    "ddp": (["strategy=ddp"], 2),
+    "fsdp": (["strategy=fsdp"], 2),
+    "tensor": (["strategy=tensor", "strategy.sequence_parallel=true"], 2),
+    "fsdp-tensor": (["strategy=fsdp_tensor"], 4),
+    "accumulated": (["data.micro_batch_size=2"], 1),
+    "padded": (["data.multiple=null"], 1),
+}
+COPY = ["task.adapter=null", "optimizer.lr=1e-3"]  # a frozen copy of the model is the reference
+
+
+@pytest.mark.parametrize("changes", [[], COPY], ids=["adapters", "whole"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_any_layout_learns_preferences_as_one_process_does(train, other, changes):
+    words, ranks = OTHERS[other]
+    single, found = (
+        rows(train(f"{name}-{len(changes)}", *more, *changes, ranks=n))
+        for name, more, n in (("single", ["strategy=single"], 1), (other, words, ranks))
+    )
+    assert float(single[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(single[-1]["train/loss"]) < 0.6
+    for expected, row in zip(single, found, strict=True):
+        for name in (name for name in expected if name.partition("/")[0] in ("train", "val")):
+            assert float(row[name] or 0) == pytest.approx(
+                float(expected[name] or 0), rel=1e-4, abs=1e-5
+            ), name
 
 
 def test_a_run_resumes_bit_for_bit_and_is_evaluated_and_exported(train, parts):

@@ -115,10 +115,6 @@ class DirectPreference(LanguageModeling):
         model = model or self.model
         assert model is not None
         inputs, targets = inputs_and_targets(batch)
-        if inputs.ndim != 3 or inputs.shape[1] != 2:
-            raise TypeError(
-                f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
-            )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
         if isinstance(model, Decoder) and computes_loss(model.head):
             losses = model(inputs, targets, reduction="none")  # without holding the logits
