@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf
 
@@ -50,6 +51,34 @@ class Rank(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return feed_of(self.lightning_module.trainer).replace(dataloader)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class Recorder(L.LightningModule):
+    """Trains one weight, and records by step the samples that it saw, and what they drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.steps: list[list[int]] = []
+        self.drawn: list[torch.Tensor] = []
+        self.lengths: list[int] = []
+        self.validated: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.steps.append([])
+        numbers, drawn = (
+            (batch["targets"], batch["inputs"]) if isinstance(batch, dict) else batch[:2]
+        )
+        self.steps[-1] += numbers.tolist()
+        self.drawn.append(drawn.clone())
+        return self.weight.sum()
+
+    def on_train_epoch_end(self):
+        self.lengths.append(int(self.trainer.num_training_batches))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class SaveEveryStep(L.Callback):

@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
-from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from tests.data import feeding
 
@@ -41,39 +40,14 @@ class NumbersData(DataModule):
         return Numbers(self.size if split == "train" else 8, random=self.random)
 
 
-class Recorder(L.LightningModule):
-    """Trains one weight, and records the samples that it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.steps: list[list[int]] = []
-        self.inputs: list[torch.Tensor] = []
-        self.lengths: list[int] = []
-        self.validated: list[int] = []
-        self._step: list[int] = []
-
-    def training_step(self, batch, batch_idx):
-        self._step += batch["targets"].tolist()
-        self.inputs.append(batch["inputs"].clone())
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            self.steps.append(sorted(self._step))
-            self._step = []
-        return self.weight.sum()
-
-    def on_train_epoch_end(self):
-        self.lengths.append(int(self.trainer.num_training_batches))
-
+class Validated(feeding.Recorder):
     def validation_step(self, batch, batch_idx):
         self.validated += [target for target in batch["targets"].tolist() if target != IGNORED]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(tmp_path, *, data=None, steps, **settings):
     return feeding.fit(
-        data or NumbersData(), Recorder(), tmp_path, steps=steps,
+        data or NumbersData(), Validated(), tmp_path, steps=steps,
         **{"global_batch_size": 4, "eval_batch_size": 3, **settings},
     )  # fmt: skip
 
@@ -112,7 +86,7 @@ def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_pa
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):
         module, *_ = fit(tmp_path, data=NumbersData(size=8, random=True), steps=4, **settings)
-        return torch.cat(module.inputs)
+        return torch.cat(module.drawn)
 
     first = inputs()
     assert len(first.unique()) == first.numel()  # both epochs differ
@@ -130,7 +104,7 @@ def test_held_out_samples_are_not_augmented_and_the_last_batch_is_a_smaller_one(
 def test_a_rank_without_a_sample_gets_one_that_does_not_count():
     found = []
     for rank in (0, 8):
-        feed, task = fed(eval_batch_size=8), Recorder()
+        feed, task = fed(eval_batch_size=8), Validated()
         vars(task)["mean_over_targets"] = True
         trainer = L.Trainer(strategy=feeding.Rank(rank, 9), accelerator="cpu", logger=False)
         trainer.strategy.connect(task)
@@ -147,19 +121,6 @@ def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
         module, *_ = fit(tmp_path, data=data, steps=13)
         assert (len(module.steps), module.validated) == (13, [])
         assert caplog.text.count("has no samples for val") == 1
-
-
-def test_data_that_grow_while_training_are_refused():
-    feed = fed(NumbersData(size=24))
-    loader = feed.train_loader()
-    assert len(list(loader)) == 6
-    loader.dataset.size += 8  # pyright: ignore[reportAttributeAccessIssue]
-    feed.samples_seen = 4
-    with pytest.raises(
-        ConfigError,
-        match=r"24 training samples when the run began, and there are 32 now\. .* known\[",
-    ):
-        feed.train_loader()
 
 
 def test_another_number_of_samples_or_seed_on_resume_is_reported(caplog):

@@ -68,16 +68,6 @@ def test_a_fold_of_the_training_samples_replaces_the_validation_samples():
     assert {tuple(row) for row in torch.cat(seen).tolist()} == {tuple(r) for r in whole.tolist()}
 
 
-def test_a_fold_of_a_plain_modules_loader_is_held_out():
-    made = feed(Plain(), **KEYS)
-    train, val = (
-        [int(x) for (batch,) in made.loaders(split)[0] for x in batch] for split in ("train", "val")
-    )
-    assert {*train} | {*val} == {*range(10)}
-    assert (len(val), made.train_size) == (3, 7)
-    assert val == sorted(val)
-
-
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:.*shuffling enabled")
 def test_a_run_validates_on_the_fold(tmp_path, monkeypatch):

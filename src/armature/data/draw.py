@@ -203,11 +203,6 @@ def read_loader(loader: Any, split: str, *, owner: str, seed: int, limited: bool
         if drops_last:
             stream.drop_last(loader.batch_size or 1)
         return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, loader=loader)
-    if not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"{owner}: {type(dataset).__name__} has no length. Give it a method __len__ (and "
-            "__getitem__), or derive it from IterableDataset."
-        )
     draw, shuffled = _order(loader, owner=owner, seed=seed, training=training)
     of_batches: Any = draw if draw is not None and draw.whole_batches else loader.batch_sampler
     size: int = of_batches.batch_size

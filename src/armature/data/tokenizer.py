@@ -57,9 +57,7 @@ def read(file: Path) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except BaseException as error:  # the PanicException of a hostile file is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+    except Exception as error:
         raise ConfigError(f"{file} is damaged, or no tokenizer ({error_line(error)}).") from None
     tokenizer.no_truncation()  # transformers saves those of its last call with a tokenizer
     tokenizer.no_padding()
