@@ -44,7 +44,7 @@ def test_both_dialects_of_the_configuration_are_one_model(folders, expected, nam
     assert architecture.arguments(old, name=name) == found
     with torch.device("meta"):
         model = Decoder(**found, context=8, pretrained=str(folders / name))
-    assert built.decoder_weight_problems(model) == []
+    assert built.weight_problems(model) == []
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):
     index |= {"model.layers.0.mlp.experts.weight": SHARD}
     (model / folder.INDEX).write_text(json.dumps({"weight_map": index}))
     missing, surplus, shapes = built.problems(check.fill(config(model)))
-    assert "which config.json asks for" in missing
+    assert "which the decoder has. Download it again" in missing
     assert "model.layers.0.mlp.experts.weight: the decoder has no such tensors" in surplus
     assert "model.embed_tokens.weight is (9, 16), not (4096, 16)" in shapes
 

@@ -107,7 +107,7 @@ def test_any_layout_learns_preferences_as_one_process_does(train, other, changes
         for name, more, n in (("single", ["strategy=single"], 1), (other, words, ranks))
     )
     assert float(single[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
-    assert float(single[-1]["train/loss"]) < 0.6
+    assert float(single[-1]["train/loss"]) < 0.65
     for expected, row in zip(single, found, strict=True):
         for name in (name for name in expected if name.partition("/")[0] in ("train", "val")):
             assert float(row[name] or 0) == pytest.approx(

@@ -3,6 +3,7 @@ process, no memory.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder, others
 from armature.models.decoder import names
 from armature.models.decoder.model import Decoder
+from armature.models.wrapped import Match
 from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,6 @@ PACKABLE = {
     "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 }  # fmt: skip
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that a decoder reads
 
 
 def problems(cfg: DictConfig) -> list[str]:
@@ -40,11 +41,11 @@ def problems(cfg: DictConfig) -> list[str]:
         model = build(cfg.model)
     except ConfigError as error:
         return error.problems
+    found = weight_problems(model) if check.resumed(cfg) is None else []
     if isinstance(model, Decoder):
-        return [] if check.resumed(cfg) is not None else decoder_weight_problems(model)
-    found = []
+        return found
     if check.resumed(cfg) is None:
-        found = weight_problems(model) or _frozen_problems(model, cfg)
+        found = found or _frozen_problems(model, cfg)
     if not check.is_of_transformers(cfg):
         _warn_of_normalization(cfg)
     if (longest := positions(model)) is not None and model.context > longest:
@@ -68,88 +69,60 @@ def build(node: Any, **changes: Any) -> Any:
         raise ConfigError(f"{str(error).rstrip('.')}.") from error
 
 
-def decoder_weight_problems(model: Decoder) -> list[str]:
-    """Return what is wrong with the weights that a decoder would read: files, names, shapes,
-    types.
+def weight_problems(model: Any) -> list[str]:
+    """Return what is wrong with the weights that a model on the meta device would read: files,
+    names, shapes.
     """
     path = Path(str(model.pretrained))
     weights = folder.weights(path)
     if weights.problems:
         return [*weights.problems]
-    saved, head = weights.tensors, str(names.theirs(names.HEAD))
-    # one that is tied in the folder may be trained apart, and may be in the files as well
-    tied = {head} if folder.config(path).get("tie_word_embeddings") else set[str]()
-    own = {str(names.theirs(name)): tuple(p.shape) for name, p in model.named_parameters()}
-    found = []
-    if missing := sorted(own.keys() - saved - tied):
+    match, ours, found = _match(model, weights.tensors), isinstance(model, Decoder), []
+    kind = "the decoder" if ours else type(model.inner).__name__
+    if match.missing:
         found.append(
-            f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download "
-            "it again."
+            f"{path}: its files lack {folder.some(sorted(match.missing))}, which {kind} has. "
+            "Download it again."
         )
-    left = sorted(saved.keys() - own - tied)
-    if surplus := [name for name in left if not names.UNUSED.fullmatch(name)]:
+    if match.surplus:
+        remedy = f"{architecture.OTHERS}: type model=huggingface" if ours else "Download it again"
+        found.append(f"{path}: {folder.some(match.surplus)}: {kind} has no such tensors. {remedy}.")
+    shapes = dict(sorted(match.wrong.items()))
+    heads = () if ours else [name for name in shapes if model.may_be_new(name)]
+    if head := [name for name in heads if shapes[name][0][1:] == shapes[name][1][1:]]:
+        there, here = (shape[0] for shape in shapes[head[0]])
         found.append(
-            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. "
-            f"{architecture.OTHERS}: type model=huggingface."
+            f"model.classes={here}, but the head of model.pretrained={path} ({head[0]}) tells "
+            f"{there} classes apart. Type model.classes={there}, or model.new_head=true for a head "
+            "that begins at random."
         )
-    both = [(name, saved[name], shape) for name, shape in own.items() if name in saved]
-    found += _shape_problems(path, {n: (there.shape, shape) for n, there, shape in both})
-    if odd := [f"{n} ({there.dtype})" for n, there, _ in both if there.dtype not in FLOATS]:
+    if wrong := [f"{n} is {shapes[n][0]}, not {shapes[n][1]}" for n in shapes if n not in head]:
         found.append(
-            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the "
-            "original folder."
+            f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
+            "again."
         )
     return found
 
 
-def _shape_problems(path: Path, shapes: dict[str, Any]) -> list[str]:
-    wrong = [f"{n} is {there}, not {here}" for n, (there, here) in shapes.items() if there != here]
-    return [
-        f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again."
-    ] * bool(wrong)
-
-
-def weight_problems(model: Any) -> list[str]:
-    """Return what is wrong with the weights that a model on the meta device would read: files,
-    names, shapes, types.
-    """
-    path = Path(model.pretrained)
-    weights = folder.weights(path)
-    if weights.problems:
-        return [*weights.problems]
-    match = model.match(weights.tensors)
-    kind, found = type(model.inner).__name__, []
-    if missing := [name for name in sorted(match.missing) if not model.may_be_new(name)]:
-        found.append(
-            f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again."
+def _match(model: Any, saved: Mapping[str, folder.SavedTensor]) -> Match:
+    """Return how a folder's tensors fit a model, without what may be new, left or read anew."""
+    if not isinstance(model, Decoder):
+        found = model.match(saved)
+        return Match(
+            [name for name in found.missing if not model.may_be_new(name)],
+            [name for name in found.surplus if not model.may_be_left(name)],
+            {name: both for name, both in found.wrong.items() if not model.begins_anew(name)},
         )
-    if surplus := [name for name in sorted(match.surplus) if not model.may_be_left(name)]:
-        found.append(
-            f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again."
-        )
-    shapes = {own: both for own, both in sorted(match.wrong.items()) if not model.begins_anew(own)}
-    if head := [
-        own
-        for own, (there, here) in shapes.items()
-        if there[1:] == here[1:] and model.may_be_new(own)
-    ]:
-        found += _head_problems(path, {own: shapes.pop(own) for own in head})
-    return found + _shape_problems(path, shapes)
-
-
-def _head_problems(
-    path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-) -> list[str]:
-    """Return what is wrong with the head of a folder whose classes are those of other data."""
-    wrong = {own: (there[0], here[0]) for own, (there, here) in shapes.items() if there != here}
-    if not wrong:
-        return []
-    own, (there, here) = next(iter(wrong.items()))
-    return [
-        f"model.classes={here}, but the head of model.pretrained={path} ({own}) tells {there} "
-        "classes apart. Type "
-        f"model.classes={there}, or model.new_head=true for a head that begins at random."
-    ]
+    own = {str(names.theirs(name)): tuple(p.shape) for name, p in model.named_parameters()}
+    # one that is tied in the folder may be trained apart, and may be in the files as well
+    is_tied = folder.config(Path(str(model.pretrained))).get("tie_word_embeddings")
+    tied = {names.theirs(names.HEAD)} if is_tied else set()
+    left = sorted(saved.keys() - own - tied)
+    return Match(
+        own.keys() - saved - tied,
+        [name for name in left if not names.UNUSED.fullmatch(name)],
+        {n: (saved[n].shape, own[n]) for n in own.keys() & saved if saved[n].shape != own[n]},
+    )
 
 
 def _frozen_problems(model: Any, cfg: DictConfig) -> list[str]:

@@ -59,10 +59,6 @@ class LoraLinear(nn.Linear):
         a, b = (adapter.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
         return output + self.scale * F.linear(F.linear(dropped, a), b)
 
-    @override
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.lora_A.shape[0]}, scale={self.scale:g}"
-
 
 class LoraNf4Linear(LoraLinear, nf4.Nf4Linear):
     """A Linear of 4 bits with an adapter."""

@@ -149,14 +149,7 @@ class PretrainedModel(WrappedModel):
 
     @override
     def whole_state(self) -> dict[str, Tensor]:
-        state = self._read(dtype="auto", ignore_mismatched_sizes=True)[0].state_dict()
-        for name, first in self.inner.all_tied_weights_keys.items():
-            if name in state and first in state and not state[name].equal(state[first]):
-                raise ValueError(
-                    f"{self.pretrained}: {name} and {first} are one parameter by config.json, and "
-                    "its files hold two values. Set tie_word_embeddings to false in config.json"
-                )
-        return state
+        return self._read(dtype="auto", ignore_mismatched_sizes=True)[0].state_dict()
 
     def _read(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         """Return the model that transformers reads from the folder, and how its tensors fit."""
