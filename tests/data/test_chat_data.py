@@ -190,7 +190,6 @@ def test_bad_lines_are_named_together(source):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together they must be at most 1"),
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
         (
             {"vocab_size": 200},

@@ -229,12 +229,6 @@ def test_a_bad_record_is_named_with_its_line(corpus, tmp_path, line, problem):
         corpus(f"{tmp_path}/a.jsonl").prepare()
 
 
-def test_settings_that_cannot_be_are_refused_together(files, corpus):
-    with pytest.raises(ConfigError) as caught:
-        corpus(str(files), val_fraction=0.0).prepare()
-    assert "data.source.val_fraction=0.0" in caught.value.problems[0]
-
-
 def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
     first = corpus(f"{files}/**/*.txt")
     first.prepare()

@@ -55,30 +55,17 @@ def test_texts_are_tokenized_padded_and_numbered_by_sorted_class(make, name):
     assert sizes == [12, 4, 4]
 
 
-def test_the_trained_models_numbers_are_kept(make, tmp_path):
-    make().save_assets(tmp_path)
-    other = make([("hello", "c"), ("world", "b")], name="other.jsonl")
-    other.load_assets(tmp_path)
-    assert other.dataset("predict").targets.tolist() == [2, 1]
-    unknown = make([("hello", "d")] * 9, name="unknown.jsonl")
-    unknown.load_assets(tmp_path)
-    assert unknown.dataset("predict").targets is None
-    with pytest.raises(ConfigError, match="has the class d, which the training data lack"):
-        unknown.dataset("train")
-    assert make([{"text": "hello"}], name="bare.jsonl").dataset("predict").targets is None
-
-
 @pytest.mark.parametrize(
-    ("rows", "options", "says"),
+    ("rows", "says"),
     [
-        ([{"text": "x"}] * 4, {}, r"has no column label. Its columns: text. Type data.target=…"),
-        ([{"body": "x", "label": 1}], {}, r"has no column text. .* Type data.text=…"),
-        ([("x", "a"), ("", "b")], {}, "data row 2: there is no text in column 'text'"),
-        ([("x", "a"), (3, "b")], {}, "cannot be read as lines of JSON .* row 1"),
-        ([("x", "a"), ("y", " ")], {}, "column label is empty in data row 2"),
-        ([("x", "a"), ("café", "b")], {}, "JSON in UTF-8 .* at string index 1"),
+        ([{"text": "x"}] * 4, r"has no column label. Its columns: text. Type data.target=…"),
+        ([{"body": "x", "label": 1}], r"has no column text. .* Type data.text=…"),
+        ([("x", "a"), ("", "b")], "data row 2: there is no text in column 'text'"),
+        ([("x", "a"), (3, "b")], "cannot be read as lines of JSON .* row 1"),
+        ([("x", "a"), ("y", " ")], "column label is empty in data row 2"),
+        ([("x", "a"), ("café", "b")], "JSON in UTF-8 .* at string index 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused(make, rows, options, says):
+def test_what_cannot_be_read_is_refused(make, rows, says):
     with pytest.raises(ConfigError, match=says):
-        make(rows, **options).dataset("train")
+        make(rows).dataset("train")

@@ -141,6 +141,7 @@ def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, ru
         match=r"column kind has the class yak, which the training data lack. They have 3",
     ):
         unknown.dataset("test")
+    assert unknown.dataset("predict").targets is None
     with pytest.raises(
         ConfigError, match=r"has no column height. Its columns: width, kind. Type data.features=…"
     ):

@@ -14,11 +14,6 @@ class Ours(DataModule):
     pass
 
 
-class MovesData(Ours):
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        return batch
-
-
 class PlainMoves(L.LightningDataModule):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch
@@ -49,9 +44,7 @@ class TakesIterator(L.LightningModule):
         (Ours(), L.LightningModule(), True),
         (Ours(), ModuleAfter(), True),  # it sees batches on the device anyway
         (Ours(), ModuleBefore(), False),
-        (MovesData(), L.LightningModule(), False),
         (PlainMoves(), L.LightningModule(), False),
-        (L.LightningDataModule(), L.LightningModule(), True),
         (Ours(), None, True),
     ],
 )

@@ -134,14 +134,7 @@ def split_indices(
     """Return the indices of each split, drawn at random but always alike; "predict" has all.
 
     "val" is one of the folds into which all but the test samples fall, if there are folds.
-
-    Raises ConfigError if the fractions are more than all.
     """
-    if val_fraction + test_fraction > 1:
-        raise ConfigError(
-            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: together "
-            "they must be at most 1."
-        )
     val, test = (round(size * fraction) for fraction in (val_fraction, test_fraction))
     order = permuted(np.arange(size), size=size, seed="split", epoch=0)
     parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}

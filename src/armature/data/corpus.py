@@ -110,23 +110,14 @@ class Corpus:
         Raises ConfigError for a path that names nothing or only empty files, or settings out of
         range.
         """
-        problems = []
         if self.tokenizer is not None:
             size = tokenizers.load_external(self.tokenizer).get_vocab_size()
             if size > self.vocab_size:
-                problems.append(
+                raise ConfigError(
                     f"data.source.vocab_size={self.vocab_size} is smaller than the {size:,} tokens "
                     f"of data.source.tokenizer={self.tokenizer}. Type data.source.vocab_size="
                     f"{size}, or the number of tokens of the model that you start from."
                 )
-        fractions = (self.val_fraction, self.test_fraction)
-        if min(fractions) <= 0 or sum(fractions) >= 0.9:
-            problems.append(
-                f"data.source.val_fraction={self.val_fraction} and test_fraction="
-                f"{self.test_fraction}: each must be above 0, and together below 0.9."
-            )
-        if problems:
-            raise ConfigError(problems)
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
             raise ConfigError(

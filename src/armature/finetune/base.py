@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from armature.checkpoint import directory, resume
+from armature.checkpoint import directory
 from armature.errors import ConfigError
 from armature.finetune import folder
 
@@ -67,24 +67,16 @@ def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
     remedy = "Type model.pretrained=FOLDER with that model's folder, wherever it is now."
     try:
         path = folder.find(name)
-        if problems := [*folder.weights(path).problems] or _differences(
-            name, path, needed, checkpoint
-        ):
-            raise ConfigError(problems)
+        if problems := folder.weights(path).problems:
+            raise ConfigError([*problems])
+        if record(path)["fingerprint"] != needed["fingerprint"]:
+            raise ConfigError(
+                f"model.pretrained={name} is another model: its {folder.CONFIG} or its weights "
+                "have other values."
+            )
     except ConfigError as error:
         raise ConfigError([*error.problems, f"{holds} {remedy}"]) from None
     return path
-
-
-def _differences(name: str, path: Path, needed: Mapping[str, str], checkpoint: Path) -> list[str]:
-    if record(path)["fingerprint"] == needed["fingerprint"]:
-        return []
-    run_dir = resume.run_of(checkpoint)
-    kept = None if run_dir is None else folder.kept_in(run_dir)
-    what = f"model.pretrained={name} is another model"
-    if kept is not None and folder.config(kept) != folder.config(path):
-        return [f"{what}: its {folder.CONFIG} is not the run's, {kept / folder.CONFIG}."]
-    return [f"{what}: its weights have other values."]
 
 
 def verified(cfg: Any, checkpoint: Path) -> Path | None:

@@ -88,11 +88,6 @@ class Conversations:
 
     def check(self) -> list[SourceFile]:
         """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
-        if self.val_fraction + self.test_fraction > 1:
-            raise ConfigError(
-                f"data.source.val_fraction={self.val_fraction} and test_fraction="
-                f"{self.test_fraction}: together they must be at most 1."
-            )
         stops = self.chat_template.end_of_turn is not None
         if stops and self.template in BUILT_IN and (problem := self._end_problem()):
             raise ConfigError(problem)

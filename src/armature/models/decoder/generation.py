@@ -25,7 +25,8 @@ def complete(
 
     Prompts of different lengths are continued together, each as it would be alone up to the model's
     context: all are read at once up to the end of the shortest one, which is continued while the
-    longer ones are still read. Options and errors are those of `generate`.
+    longer ones are still read. Options are those of `generate`. Raises ValueError for an empty
+    prompt.
 
     Args:
         device: where the model computes, if its weights lie elsewhere until they are used.
@@ -78,22 +79,8 @@ def generate(
 
     Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it
     is read again and generation continues. Of a row, only the first `lengths_B` ids are its prompt,
-    if given: what follows is replaced. Raises ValueError for an empty prompt and for options
-    outside their range.
+    if given: what follows is replaced. Options outside their range are for the caller to refuse.
     """
-    if prompt_BT.ndim != 2 or prompt_BT.shape[1] == 0:
-        raise ValueError(
-            f"prompt must be (batch, tokens) with at least one token. Got {tuple(prompt_BT.shape)}"
-        )
-    if (
-        temperature < 0
-        or (top_k is not None and top_k < 1)
-        or (top_p is not None and not 0 < top_p <= 1)
-    ):
-        raise ValueError(
-            f"temperature must be at least 0, top_k at least 1 and top_p in (0, 1]. "
-            f"Got temperature={temperature}, top_k={top_k}, top_p={top_p}"
-        )
     context, (batch, length) = int(model.context), prompt_BT.shape  # pyright: ignore[reportArgumentType]
     end, device = length + max_new_tokens, prompt_BT.device
     if lengths_B is None:
