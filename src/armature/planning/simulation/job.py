@@ -52,8 +52,8 @@ def answer(request: Request) -> Report | Boundary | ConfigError | SimulationFail
         return found.boundary
     except ConfigError as error:
         return error
-    except Exception as error:
-        return operators.explained(error) or SimulationFailed(traceback.format_exc())
+    except Exception:
+        return SimulationFailed(traceback.format_exc())
 
 
 def _run(request: Request, folder: Path) -> Report:

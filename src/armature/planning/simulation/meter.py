@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -262,13 +262,9 @@ class Meter(TorchDispatchMode):
 
 def where() -> str:
     """Return the innermost line that is neither a library's nor the simulator's, as
-    folder/file.py:line.
+    folder/file.py:line; else a library's.
     """
-    return line_of((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-
-
-def line_of(places: Iterable[tuple[str, int]]) -> str:
-    """Return the first of the places (file, line) that is a user's or ours, else the first."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
     own = str(Path(__file__).parent)
     outside = [place for place in places if not place[0].startswith((own, "<"))]
     users = [place for place in outside if not place[0].startswith(LIBRARIES)]

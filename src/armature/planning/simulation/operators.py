@@ -5,25 +5,17 @@ can be, so that the peak is at most what is printed. Others end the simulation w
 """
 
 # pyright: reportPrivateImportUsage=false
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armature.errors import ConfigError
-from armature.planning.simulation.meter import Meter, line_of
+from armature.planning.simulation.meter import Meter
 
 aten = torch.ops.aten
-NEEDS_VALUES = ("Cannot access data pointer", "its data is not allocated yet")  # torch's messages
 
 
 def install(meter: Meter) -> None:
@@ -54,29 +46,3 @@ def install(meter: Meter) -> None:
     known[aten.nonzero.default] = sized(nonzero)
     known[aten.masked_select.default] = sized(masked_select)
     known[aten.equal.default] = equal
-
-
-def explained(error: BaseException) -> ConfigError | None:
-    """Return the line that needs values which tensors do not have, or None if that is not what
-    happened.
-    """
-    known = isinstance(
-        error,
-        DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException,
-    )
-    if not known and not (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in NEEDS_VALUES)
-    ):
-        return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    dispatched = [
-        frame.f_locals for frame in frames if frame.f_code is Meter.__torch_dispatch__.__code__
-    ]
-    func = dispatched[-1].get("func") if dispatched else None  # a frame may have been cleared
-    places = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-    line = line_of(reversed(places))
-    return ConfigError(
-        f"{line}: {'this operator' if func is None else func.name()} needs the values of a tensor, "
-        "and simulated tensors have none. Leave this line out of the simulated run. Training is "
-        "not affected."
-    )
