@@ -4,7 +4,6 @@ thing that would work.
 Hydra stops at the first mistake. On this path alone, the overrides are tried one by one.
 """
 
-import codecs
 import copy
 import time
 import warnings
@@ -31,7 +30,6 @@ from armature.sweeps import space
 from armature.validation import foreign_keys, signatures, usage, values
 from armature.validation.composing import composing
 
-MOST_VALUES = 50  # of a sweep that are tried
 # of CPU time for trying all but the first: a machine that stands still must not skip any
 MOST_SECONDS = 4.0
 # groups whose files set values of the whole configuration
@@ -42,7 +40,6 @@ _PLANNED = (  # of hardware=, whose folder is in configs/
     "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. "
     "Leave it out, or type trainer.devices=N, with trainer.accelerator=gpu or cpu."
 )
-_PARAMS = "hydra.sweeper.params."
 _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
@@ -88,17 +85,6 @@ def _explain(error: Exception, overrides: Sequence[str], *, sweep: bool = False)
             failed.append((each, problem))
     problems += [_describe(problem, each, cfg) for each, problem in failed]
     problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
-    # Hydra makes a sweep's folder
-    if isinstance(error, OSError) and error.filename and not problems:
-        return [
-            f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be "
-            "written."
-        ]
-    if isinstance(error, MissingConfigException) and not problems:
-        return [
-            f"{plain_text(error).partition('.')[0]}. Type --config-name=NAME with a file "
-            "NAME.yaml of the folder --config-path (configs/), or neither."
-        ]
     return problems or [plain_text(error)]
 
 
@@ -198,7 +184,7 @@ def explain_sweep(overrides: list[str], check: Callable[..., object]) -> list[st
             for i, of_one in enumerate(values)
             for value in of_one
         ]
-        for trial in trials[:MOST_VALUES] or [[fixed]]:
+        for trial in trials or [[fixed]]:
             if end is not None and time.process_time() > end:
                 break
             problems = []
@@ -238,14 +224,6 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = parser.parse_overrides(overrides)
-    dotted = {each.input_line: each.key_or_group.partition(_PARAMS)[2] for each in parsed}
-    if problems := [
-        f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by "
-        f"itself: it replaces the sweep's own {key}."
-        for line, key in dotted.items()
-        if "." in key
-    ]:
-        raise ConfigError(problems)
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
@@ -258,11 +236,6 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return fixed, [], False  # which values there are is the sweeper's secret
     if problems := space.grid_problems(parsed):
         raise ConfigError(problems)
-    if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
-        raise ConfigError(
-            f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null "
-            "for all."
-        )
     return (
         fixed,
         _grid(hydra, parsed, parser),
@@ -333,14 +306,8 @@ def _groups() -> dict[str, list[str]]:
 
 def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     """Return what is wrong with an override, and what to type instead."""
-    if (parsed := parse_override(override)) is None:
-        return of_no_form(override)
+    parsed: Any = parse_override(override)
     key, value, groups = parsed.key_or_group, override.partition("=")[2], _groups()
-    if key == _PARAMS[:-1]:
-        return (
-            f"{override}: it takes no values from here. Type each key by itself, as in -m "
-            "optimizer.lr=A,B."
-        )
     known = [*_keys(cfg), *usage.GROUPS]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
@@ -420,23 +387,11 @@ def _candidates(group: str, word: str) -> dict[str, str]:
 def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-        line = Path(mark.name).read_text(errors="replace").splitlines()[mark.line :][:1]
-        tab = "it begins with a tab. Indent it by spaces" if line and "\t" in line[0] else None
-        return f"{where}: line {mark.line + 1}: {tab or error.problem}."
-    if file.read_bytes().startswith(codecs.BOM_UTF8):
-        return (
-            f"{where}: it begins with a byte order mark, which hides its first line. Save it "
-            "as UTF-8 without one."
-        )
-    if isinstance(error, UnicodeDecodeError):
-        return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
+        return f"{where}: line {mark.line + 1}: {error.problem}."
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
-        return f"{where}: its first line must be '{HEADER}', and is '{first}'."
-    read = _content(file)
-    if isinstance(read, list):
-        return f"{where}: it holds a list, where keys belong. Write KEY: VALUE."
+        return f"{where}: its first line must be '{HEADER}', and is {first!r}."
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
         group, _, option = missing.rpartition("/")
@@ -444,18 +399,29 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
         if inner := group.partition("/")[2]:  # of a file that is no option of that group
             hint = f" Write '- override /{inner}: {option}'."
         return f"{where}: there is no '{missing}'.{hint}"
+    read: Any = None
+    with suppress(OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        read = config.unresolved(OmegaConf.load(file))
     read = read if file.parent.name in GLOBAL else {file.parent.name: read}
+    read = read if isinstance(read, dict) else {}
     cause = error.__cause__ or error.__context__
-    unknown = {key: _as_typed(value) for key, value in values.unknown(read).items()}
+    unknown = values.unknown(read)
     if not unknown and isinstance(cause, ConfigKeyError):
         unknown = {str(cause.full_key): "…"}  # of a file that this one names
-    found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
+    found = [
+        f"{key}: it is {read[key]}, where keys belong. Write KEY: VALUE below {key}:, or "
+        f"'- override /{key}: NAME' in its defaults list."
+        for key, kind in values.GROUPS.items()
+        if (kind is config.Keys or is_dataclass(kind))
+        and not isinstance(read.get(key), dict | None)
+    ]
+    found += values.wrong_of(values.OF_CORE, read).values()
     for key, value in unknown.items():
         if "." in key and key in read:
-            nested = f"{key}: {value}{'}' * key.count('.')}".replace(".", ": {", key.count("."))
-            found.append(f"{key}: a file has no dotted keys. Write {nested}.")
+            holder, _, last = key.rpartition(".")
+            found.append(f"{key}: a file has no dotted keys. Write {last}: below {holder}:.")
         else:
-            found.append(f"there is no key '{key}'.{foreign_keys.hint(key, value, known)}")
+            found.append(f"there is no key '{key}'.{foreign_keys.hint(key, str(value), known)}")
     if found:
         return f"{where}: {' And '.join(found)}"
     form = (  # Hydra cannot make sense of the defaults list
@@ -464,34 +430,6 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     )
     said = plain_text(error).rstrip(".")
     return f"{where}: {said}.{'' if isinstance(cause, OmegaConfBaseException) else form}"
-
-
-def _content(file: Path) -> Any:
-    """Return what a file holds, or {} if it cannot be read."""
-    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
-        return config.unresolved(OmegaConf.load(file))
-    return {}
-
-
-def _no_groups(read: dict[str, Any]) -> list[str]:
-    """Return the groups that a file makes something else."""
-    found = []
-    for key, kind in values.GROUPS.items():
-        value = read.get(key)
-        if (kind is config.Keys or is_dataclass(kind)) and not isinstance(value, dict | None):
-            instead = f"'- override /{key}: {_as_typed(value)}' in its defaults list"
-            if "{" in str(value) and key in config.OPEN:
-                instead = f"{key}: {{NAME: {{_target_: …}}}}"
-            elif ":" in str(value):
-                instead = "KEY: VALUE, without a hyphen, and with a space after the colon"
-            found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {instead}.")
-    return found
-
-
-def _as_typed(value: Any) -> str:
-    if isinstance(value, dict):
-        return "…"
-    return str(value).replace("'", "").replace(", ", ",") if isinstance(value, list) else str(value)
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
