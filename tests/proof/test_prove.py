@@ -146,7 +146,7 @@ def test_a_finished_run_is_compared_with_the_same_command_now(call, tmp_path):
                 ["--layouts", "context:2", "experiment=example"],
                 "--layouts context:2: strategy.context",
             ),
-            (["--layouts", "ddp:many", "experiment=example"], "type a whole number of at least 1"),
+            (["--layouts", "ddp:many", "experiment=example"], "type a whole number from 1"),
             (["--against", "outputs/none"], "--against outputs/none: there is no overrides.txt"),
         ],
         2,

@@ -14,12 +14,11 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
 from armature import project
+from armature.config import OF_ONE_CLASS, OPEN
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError
 from armature.validation import signatures, usage, values
 
-OPEN = ("callbacks", "logger")  # their files hold nodes by name
-CLASSES = ("task", "model", "data", "optimizer", "scheduler", "strategy", *OPEN)
 Schema = dict[str, Any]
 Class = tuple[str, Schema, bool]  # its name, the schema of each key, whether it takes others
 # what any value may be: a reference, one that is still to be given, or what another class builds
@@ -49,7 +48,7 @@ def schemas() -> dict[str, Schema]:
         core.setdefault(group, {})[name] = _of_type(hint)
     train = core.pop("") | {"hydra": {}, "defaults": _defaults()}
     found = {group: _closed(keys) for group, keys in core.items()}
-    found |= {group: _of_group(group) for group in CLASSES}
+    found |= {group: _of_group(group) for group in (*OF_ONE_CLASS, *OPEN)}
     train |= {group: {"anyOf": [{"$ref": f"{group}.json"}, {"type": "null"}]} for group in found}
     found["train"] = _closed(train)
     found["hardware"] = _closed({key: {} for content in _files("hardware") for key in content})

@@ -45,7 +45,6 @@ _FIND = {
     "armature.data.image_folder.ImageFolderData": sources.check_class_folders,
 }
 _REFERENCE = r"\$\{([\w.]+)\}"
-LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
 
@@ -92,7 +91,6 @@ def typed_problems(
     }
     return [
         *found.values(),
-        *values.switch_problems(overrides),
         *targets.problems(nodes, _allowed(cfg), known=untyped | found.keys()),
     ]
 
@@ -113,8 +111,6 @@ def _checked(
 ) -> DictConfig:
     signatures.allow(cfg.launch.allowed_packages)
     if OmegaConf.select(cfg, "task._target_") is not None:
-        if problems := lightning_parts.misplaced_problems(cfg):
-            raise ConfigError(problems)
         forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
@@ -137,7 +133,7 @@ def _checked(
         problems += [] if problems else relations.problems(plain(cfg), overrides)
         lightning_parts.warn_of_unused_groups(cfg)
         problems += lightning_parts.unused_problems(cfg, overrides)
-    problems += values.switch_problems(overrides) + _own_problems(cfg)
+    problems += _own_problems(cfg)
     if open_data and complete and not any(key.startswith("data.") for key in wrong):
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
@@ -250,13 +246,6 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
                 f"{path}: the environment has no {name}. Type {name}=… before the command, or "
                 f"${{oc.env:{name},DEFAULT}}."
             ]
-    if ":" not in value:  # all keys are there: one of them is told by itself, or refers back
-        reached, new = set[str](), {path}
-        while new:
-            named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
-            new = {name for names in named for name in names} - reached
-            reached |= new
-        return [f"{path}: it refers to itself. Type {path}=… for its value."] * (path in reached)
     return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 
@@ -435,27 +424,14 @@ def _name_problems(name: str | None) -> list[str]:
     if name is None:
         return []
     parts = Path(name).parts
-    if not name.isprintable():
-        return [
-            f"run.name={name!r}: holds characters that cannot be printed. Type another run.name."
-        ]
-    if not parts or Path(name).is_absolute() or ".." in parts:
-        return [
-            f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."
-        ]
-    if (longest := max(len(os.fsencode(part)) for part in parts)) > LONGEST_NAME:
-        return [
-            f"run.name={name[:40]}…: {longest} bytes, but a folder's name has at most "
-            f"{LONGEST_NAME}. Shorten it."
-        ]
-    return []
+    if parts and not Path(name).is_absolute() and ".." not in parts:
+        return []
+    return [f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."]
 
 
 def _folder_problems(key: str, folder: str | None) -> list[str]:
     if folder is None:
         return []
-    if not folder.isprintable():
-        return [f"{key}={folder!r}: holds characters that cannot be printed. Type another {key}."]
     if "://" in folder:
         return [
             f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for "

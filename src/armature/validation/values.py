@@ -4,15 +4,13 @@ not be secret.
 
 import difflib
 import logging
-import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -34,7 +32,7 @@ from armature.config import (
 )
 from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
-from armature.validation import foreign_keys, signatures
+from armature.validation import foreign_keys
 
 # what others call it → here
 ALIASES = {
@@ -63,11 +61,9 @@ _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORE
 
 
 # ---------------------------------------------------------------- types of other groups' keys
-Batch = Annotated[int, Field(ge=1, le=10**9)]
-Size = Annotated[int, Field(ge=1, le=2**24)]
-Pixels = Annotated[int, Field(ge=1, le=2**16)]
-Samples = Annotated[int, Field(ge=1, le=10**12)]
 Share = Annotated[Number, Field(ge=0, le=1)]
+# of a model: no model comes near it, and checks may count up to one
+Size = Annotated[int, Field(ge=1, le=2**24)]
 Path = Annotated[str, Field(pattern=r"^[^\x00]+\Z")]
 Paths = Annotated[
     Path | Annotated[list[Path], Field(min_length=1)],
@@ -96,7 +92,7 @@ PositiveChannels = Annotated[
     list[Positive], Field(min_length=3, max_length=3, description="three numbers above 0")
 ]
 Channels = Annotated[list[Number], Field(min_length=3, max_length=3, description="three numbers")]
-BytesAndEnd = Annotated[int, Field(ge=257, le=2**24)]
+BytesAndEnd = Annotated[int, Field(ge=257)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -112,9 +108,9 @@ Betas = Annotated[
 class OfAnyData:
     fold: Count0 | None
     folds: Annotated[int, Field(ge=2)] | None
-    micro_batch_size: Batch | Literal["auto"]
-    eval_batch_size: Batch | None
-    num_workers: Annotated[int, Field(ge=0, le=1024)]
+    micro_batch_size: Count | Literal["auto"]
+    eval_batch_size: Count | None
+    num_workers: Count0
     skip_steps: Annotated[
         list[Count], Field(description="a list of step numbers from 1, as in [7,12]")
     ]
@@ -126,7 +122,7 @@ class OfTask:
         Word | Annotated[list[Word], Field(min_length=1)],
         Field(description="text to continue, a list of texts, or auto for held-out text"),
     ]
-    preview_tokens: Annotated[int, Field(ge=0, le=2**16)]
+    preview_tokens: Count0
     preview_temperature: AtLeast0
 
 
@@ -182,16 +178,16 @@ class OfStrategy:
 class OfData:
     seed: Seed
     shift: Annotated[int, Field(ge=0, le=8)]
-    samples: Samples
-    held_out: Samples
+    samples: Count
+    held_out: Count
     noise: AtLeast0
-    context: Size
+    context: Count
     val_fraction: Share
     test_fraction: Share
-    global_batch_size: Batch
+    global_batch_size: Count
     path: Paths | None
     image_mode: Literal["L", "RGB", "RGBA"] | None
-    multiple: Size | None
+    multiple: Count | None
 
 
 class OfModel:
@@ -213,15 +209,15 @@ class OfModel:
         | None
     )
     document_token: Count0 | None
-    experts: Pixels
-    active: Pixels
+    experts: Size
+    active: Size
     expert_hidden: Size
     shared_hidden: Size | None
     dense_layers: Count0
     score: Literal["sigmoid", "softmax"]
     balance_rate: Fraction
-    image_size: Pixels | None
-    patch_size: Pixels
+    image_size: Size | None
+    patch_size: Size
     channels: Size | None
     classes: Size
     label_smoothing: Fraction
@@ -231,8 +227,8 @@ class OfModel:
 class OfSource:
     path: Paths | None
     dtype: Literal["uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"]
-    context: Size
-    vocab_size: Size
+    context: Count
+    vocab_size: Count
     tokenizer_bytes: Count
     val_fraction: Share
     test_fraction: Share
@@ -245,21 +241,21 @@ class OfOptimizer:
     weight_decay: AtLeast0
     eps: AtLeast0
     momentum: Fraction
-    newton_schulz_steps: Annotated[int, Field(ge=1, le=100)]
+    newton_schulz_steps: Count
     base_width: Count | None
 
 
 class OfImageFolderData:
-    size: Pixels
-    margin: Annotated[Number, Field(ge=0, le=10)]
+    size: Count
+    margin: AtLeast0
     mean: Channels | None
     std: PositiveChannels | None
 
 
 class OfSyntheticData:
-    image_size: Pixels | None
-    channels: Pixels | None
-    classes: Size | None
+    image_size: Count | None
+    channels: Count | None
+    classes: Count | None
 
 
 class OfCorpus:
@@ -376,7 +372,7 @@ def wrong_of(keys: Collection[str], plain: dict[str, Any]) -> dict[str, str]:
 
 def _all_wrong(plain: dict[str, Any]) -> dict[str, str]:
     found = dict(_wrong(schema(plain), plain))
-    for rule in (_endless, _names, _optimizer, _not_finite):
+    for rule in (_endless, _optimizer):
         found |= {key: said for key, said in rule(plain) if key.partition("[")[0] not in found}
     return found
 
@@ -439,7 +435,8 @@ def answer_to(key: str, hint: Any, value: Any) -> str | None:
     for read in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             if accepts(hint, read(value)):
-                return f"{answer} It is text: type {key}={value} without quotes."
+                decoded = "${oc.decode:${oc.env:NAME}}"
+                return f"{answer} It is text: type {key}={value} without quotes, or {decoded}."
     if isinstance(value, str) and accepts(hint, [value]):
         return f"{answer} Type {key}=[{value}]."
     choices = _choices(hint)
@@ -506,15 +503,6 @@ def _endless(plain: dict[str, Any]) -> Wrong:
         )
 
 
-def _not_finite(plain: dict[str, Any]) -> Wrong:
-    """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
-    for group, node in plain.items():
-        if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
-            for path, value in walk(node, f"{group}."):
-                if isinstance(value, float) and not math.isfinite(value):
-                    yield path, f"{path}={value}: must be a finite number."
-
-
 def _optimizer(plain: dict[str, Any]) -> Wrong:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
     share.
@@ -524,84 +512,18 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
     yield from _wrong(of_numbers | {"optimizer.betas": Betas}, plain)
 
 
-def _names(plain: dict[str, Any]) -> Wrong:
-    run, project = plain.get("run", {}), select(plain, "project.name")
-    if isinstance(project, str) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
-        form = "letters, digits, '_', '-' and '.', beginning with a letter or a digit"
-        what = f"project.name={project}: must be {form}. Type project.name=my-project."
-        yield "project.name", what
-    for name in ("dir", "id", "git", "micro_batch_size"):
-        if (value := run.get(name)) is not None:
-            size = name == "micro_batch_size"
-            typed = "data.micro_batch_size=…" if size else "run.root=… and run.name=…"
-            yield f"run.{name}", f"run.{name}={value}: it is computed. Type {typed} instead."
-
-
-def switch_problems(overrides: Sequence[str]) -> list[str]:
-    """Return typed values of true-or-false keys that are numbers.
-
-    OmegaConf makes true of any but 0.
-    """
-    switches = {
-        f"{group.name}.{each.name}"
-        for group in fields(Config)
-        if is_dataclass(group.type)
-        for each in fields(group.type)
-        if each.type is bool
-    }
-    typed = [override.lstrip("+").partition("=") for override in overrides]
-    numbers = re.compile(r"""['"]?[-+]?\d+['"]?""")
-    return [
-        f"{key}={value}: must be true or false."
-        for key, _, value in typed
-        if key in switches and numbers.fullmatch(value) and value.strip("'\"") not in ("0", "1")
-    ]
-
-
 # ---------------------------------------------------------------- numbers
 def written_out(cfg: DictConfig) -> DictConfig:
     """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no
     types, and every value of the environment is a text.
-
-    A text becomes one where its key is meant to hold a number, such as one that takes a number or
-    `auto`.
     """
     cfg = cfg.copy()
     for path, value in walk(unresolved(cfg)):
         if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
             found = OmegaConf.select(cfg, path)
-            found = _number(cfg, path, found) if isinstance(found, str) else found
             if isinstance(found, int | float):
                 OmegaConf.update(cfg, path, found)
     return cfg
-
-
-def _number(cfg: DictConfig, path: str, text: str) -> Any:
-    """Return the number, or true or false, that a text stands for at a key that is meant to hold
-    one: by its type, its argument's annotation or its default.
-    """
-    try:
-        number = OmegaConf.from_dotlist([f"number={text}"]).number
-    except yaml.YAMLError:
-        return text
-    if not isinstance(number, int | float):
-        return text
-    parent, _, key = path.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else None
-    target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
-    hint = schema(OmegaConf.to_container(cfg)).get(path)  # pyright: ignore[reportArgumentType]
-    if hint is not None:
-        takes = [accepts(hint, each) for each in (number, text)]
-    elif signatures.find_definition(target) is not None:
-        hint = signatures.parameters_of(target).get(key)
-        of_default = isinstance(signatures.defaults_of(target).get(key), int | float)
-        takes = [
-            signatures.accepts(hint, number),
-            not of_default and signatures.accepts(hint, text),
-        ]
-    else:
-        return text
-    return number if takes == [True, False] else text
 
 
 # ---------------------------------------------------------------- secrets
