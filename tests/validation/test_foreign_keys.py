@@ -68,15 +68,13 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "trainer.devices=2.",
     "+trainer.gradient_clip_val=0.5": "exists already. Leave out the plus: type "
     "trainer.gradient_clip_val=0.5.",
-    "+trainer.max_steps=many": "must be a whole number from 1 to",
+    "+trainer.max_steps=many": "must be a whole number from 1",
     "+strategy=ddp": "exists already. Leave out the plus: type strategy=ddp.",
     "model.kv_heads=2": "type +model.kv_heads=2.",
     "test=False": "Type trainer.test_at_end=False.",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hparams_search=mnist_optuna": "Type -m sweep=optuna",
-    # a hint never names the opposite
     "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",
-    "trainer.train_every_n_steps=3": "Did you mean 'trainer.log_every_n_steps'?",
     "trainer.devces=3": "Did you mean 'trainer.devices'?",
     "training.steps=3": "Did you mean 'trainer.max_steps'?",
 }

@@ -7,9 +7,7 @@ The table answers before any search for a similar name.
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-from types import NoneType
-from typing import get_args
+from dataclasses import fields
 
 from armature.config import Config, Keys, key_of
 from armature.project import options
@@ -130,12 +128,6 @@ INEFFECTIVE = {
 }
 _HARMLESS = {"hydra.job.chdir=false", "hydra.job.chdir=False", "hydra.output_subdir=null"}
 
-_OPPOSITES = (
-    ({"train"}, {"val", "test", "eval", "validation"}),
-    ({"gpu", "cuda"}, {"cpu", "mps"}),
-    ({"min"}, {"max"}),
-)
-
 
 def remedy(key: str, value: str = "…") -> str | None:
     """Return the sentence that says what to type instead of a key (or group) with that value, or
@@ -188,32 +180,16 @@ def removals(overrides: Iterable[str]) -> list[str]:
     for override in (each for each in overrides if each.startswith("~")):
         key = override[1:].partition("=")[0]
         group, _, name = key.partition(".")
-        kind, optional = groups.get(group), False
-        if name and is_dataclass(kind):
-            optional = any(
-                each.name == name and NoneType in get_args(each.type) for each in fields(kind)
-            )
-        elif name or group not in groups or group == "callbacks":
+        if group not in groups or group == "callbacks" or (name and groups[group] is Keys):
             continue
-        if group == "logger":
-            instead = "Type logger=none"
-        elif optional:
-            instead = f"Type {key}=null"
-        else:
-            instead = f"Remove {override}" + (
-                f"; {key}=NAME chooses another option" if kind is Keys and not name else ""
-            )
+        instead = "Type logger=none" if group == "logger" else f"Leave it out, or type {key}=…"
         found.append(f"{override}: no run is without {key}. {instead}.")
     return found
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
-    known = [
-        each
-        for each in known
-        if each.startswith("hydra.") == word.startswith("hydra.") and not is_opposite(word, each)
-    ]
+    known = [e for e in known if e.startswith("hydra.") == word.startswith("hydra.")]
     group, _, last = word.lower().rpartition(".")
     if not last.startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
@@ -227,11 +203,3 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if not near and group and own:
         return f" There are {', '.join([*own.values()][:8])}."
     return f" Did you mean '{near[0]}'?" if near else ""
-
-
-def is_opposite(word: str, other: str) -> bool:
-    """Return True if one name is about training and the other about evaluation, or one about GPUs,
-    the other CPUs.
-    """
-    words, others = (set(re.split(r"[^a-z]+", each.lower())) for each in (word, other))
-    return any((words & a and others & b) or (words & b and others & a) for a, b in _OPPOSITES)

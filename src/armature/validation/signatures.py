@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -308,8 +308,6 @@ def accepts(hint: Any, value: Any) -> bool:
         return True  # what it builds is not known
     if kind in (Union, UnionType):
         return any(accepts(each, value) for each in inner)
-    if kind is Annotated:
-        return accepts(inner[0], value)
     if kind is Literal:
         return any(value == each and type(value) is type(each) for each in inner)
     if kind in (None, NoneType):
