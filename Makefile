@@ -24,15 +24,9 @@ INSTALL_TORCH = $(BIN)/python -m pip install --quiet "$(TORCH)+cpu" 2>/dev/null 
   $(PIP) --index-url https://download.pytorch.org/whl/cpu "$(TORCH)+cpu" || $(PIP) "$(TORCH)"
 endif
 
-define PRINT_EXTRAS
-import sys, tomllib
-extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-if wrong := {*sys.argv[1:]} - {*extras}:
-    sys.exit(f"EXTRAS={' '.join(wrong)}: there is no such extra. Type some of {' '.join(extras)}.")
-print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
-endef
-export PRINT_EXTRAS
-PACKAGES_OF = $(BIN)/python -c "$$PRINT_EXTRAS"
+PACKAGES_OF = $(BIN)/python -c 'import sys, tomllib; \
+  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")'
 
 # make itself would ignore keys of a run that are typed beside ARGS, as in make train strategy=ddp; variables are in capitals
 TYPED := $(foreach each,$(.VARIABLES),$(if $(filter command,$(origin $(each))),$(each)))

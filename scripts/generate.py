@@ -74,11 +74,6 @@ def check(args: argparse.Namespace) -> None:
         for name, good in rules.items()
         if not good
     ]
-    problems += [
-        f"--prompt {prompt!r}: its bytes are no UTF-8 text. Type it in a terminal of UTF-8."
-        for prompt in args.prompt or ()
-        if any("\ud800" <= character <= "\udfff" for character in prompt)
-    ]
     if problems:
         raise ConfigError(problems)
 

@@ -22,7 +22,6 @@ from armature.project import IMPORTED, PACKAGE, ROOT, SHIPPED
 sys.path[:0] = IMPORTED  # where a name could be taken
 
 GROUPS = ("model", "data", "task", "experiment")
-LONGEST = 60  # characters of a name, which names files
 VALUES = (
     "null",
     "true",
@@ -123,14 +122,6 @@ def texts(name: str, root: Path = ROOT) -> dict[Path, str]:
         raise ConfigError(problems)
     source, target = PACKAGE.parent / "example", root / "src" / name
     configs = {group: SHIPPED / group / "example.yaml" for group in GROUPS}
-    gone = [
-        os.path.relpath(path, ROOT) for path in (source, *configs.values()) if not path.exists()
-    ]
-    if gone:
-        raise ConfigError(
-            f"NAME={name}: {', '.join(gone)} is gone, which this command copies. Take it from the "
-            "commit that had it: git checkout COMMIT -- src/example 'configs/*/example.yaml'."
-        )
     copies = {target / path.name: path for path in sorted(source.glob("*.py"))}
     copies |= {root / "configs" / group / f"{name}.yaml": path for group, path in configs.items()}
     if root != ROOT:
@@ -168,10 +159,6 @@ def name_problems(name: str, root: Path) -> list[str]:
         form = "letters a to z, digits and '_', a letter first, and no keyword of Python"
         return [
             f"NAME={name}: must be a name that Python can import: {form}. Type make new NAME=moons."
-        ]
-    if len(name) > LONGEST:
-        return [
-            f"NAME={name[:20]}…: it has {len(name)} characters. Type a name of at most {LONGEST}."
         ]
     if name in VALUES:
         return [f"NAME={name}: experiment={name} would be read as a value. Type another name."]

@@ -49,12 +49,6 @@ def test_tokens_count_neither_layout_nor_docstrings():
     assert size.tokens(CODE.replace('("no docstring"\n', '("no docstring" ')) == size.tokens(CODE)
 
 
-def test_a_line_is_wide_without_the_comments_that_steer_tools():
-    line = "x = " + "1" * 96
-    assert size.wide_lines(f"{line}\n{line}  # noqa: F841\n") == 0
-    assert size.wide_lines(f"{line}1\n{line}  # a comment\n") == 2
-
-
 def test_a_part_above_its_limit_and_one_far_below_are_named(monkeypatch):
     monkeypatch.setitem(size.LIMITS, "core", size.Limit(1000, 500))
     (problem,) = size.problems({"core": size.Size(1, 1, 1001)})

@@ -5,8 +5,6 @@ import functools
 import itertools
 import re
 import shlex
-import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -145,23 +143,6 @@ def is_ours(path: str) -> bool:
     return not (ELSEWHERE.fullmatch(path) or MADE.fullmatch(path) or path == "ddp.py")
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a clone")
-def test_git_ignores_the_files_that_the_commands_write():
-    words = {
-        word.removeprefix("out=")
-        for text in TEXTS.values()
-        for command in commands(text)
-        for word in after_script(command)[1]
-        if word.startswith("out=") or re.fullmatch(r"[\w.-]+\.(?:pt2|onnx|ckpt|safetensors)", word)
-    }
-    files = {word for word in words if "/" not in word} | {"compare.html"}
-    assert len(files) > 4
-    result = subprocess.run(
-        ["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True
-    )
-    assert set(result.stdout.split()) == files
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_leads_somewhere(name):
     page = ROOT / name
@@ -197,13 +178,6 @@ def test_every_page_that_code_and_configurations_name_exists():
     }
     assert len(named) > 20
     assert [each for each in named if not (ROOT / each[0]).exists() and each[0] != REFERENCE] == []
-
-
-def test_every_module_that_a_page_runs_exists():
-    text = "\n".join(TEXTS.values())
-    for name in set(re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text)):
-        path = ROOT / name.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 def test_every_make_target_that_is_named_exists():

@@ -6,7 +6,6 @@
 import itertools
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -89,12 +88,6 @@ def test_timm_is_installed_without_torchvision():
     (timm,) = [line for line in lines if "--requirement nowhere/timm.txt" in line]
     assert "--no-deps" in timm
     assert "--no-deps" not in other
-
-
-def test_a_mistyped_extra_is_named(tmp_path):
-    places = f"BIN={Path(sys.executable).parent}", f"VENV={tmp_path}"
-    said = make("setup", "EXTRAS=dta", *places, "-o", f"{tmp_path}/.installed").stderr
-    assert "EXTRAS=dta: there is no such extra. Type some of data deepspeed " in said
 
 
 def test_a_key_beside_args_is_named():

@@ -29,7 +29,6 @@ def test_it_copies_every_file_of_the_example_under_the_name():
         "a word of Python": ("class", "must be a name that Python can import"),
         "no identifier": ("my-moons", "must be a name that Python can import"),
         "capitals": ("Moons", "must be a name that Python can import"),
-        "too long": ("x" * 300, "x…: it has 300 characters. Type a name of at most 60"),
         "a value": ("null", "would be read as a value"),
         "ours": ("example", "src/example, configs/model/example.yaml, .* exists already"),
         "a config of ours": ("digits", "configs/data/digits.yaml, .* exists already"),
@@ -43,31 +42,6 @@ def test_it_copies_every_file_of_the_example_under_the_name():
 def test_names_that_would_not_work_are_refused(name, expected):
     with pytest.raises(ConfigError, match=expected):
         new.texts(name)
-
-
-def test_a_deleted_example_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(new, "SHIPPED", tmp_path)
-    with pytest.raises(ConfigError, match=r"stars: .*model/example.yaml.* is gone"):
-        new.texts("stars")
-
-
-@pytest.mark.parametrize(
-    "name", ["aa_b", "quite_free", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"]
-)
-def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
-    copies = {tmp_path / path.relative_to(ROOT): text for path, text in new.texts(name).items()}
-    for copy, text in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(text)
-    for known in (
-        "src/armature",
-        "tests/running.py",
-    ):  # else ruff takes them for other people's packages
-        (tmp_path / known).symlink_to(ROOT / known)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files = [copy for copy in copies if copy.suffix == ".py"]
-    for words in (["check"], ["format", "--check"]):
-        python("-m", "ruff", *words, "--no-cache", *files, cwd=tmp_path)
 
 
 @pytest.mark.slow

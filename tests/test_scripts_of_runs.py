@@ -23,7 +23,6 @@ from tests import in_process
         ("evaluate", "run.name=x", "run.name=x would change nothing"),
         ("evaluate", "trainer.precision=32-true", "no run directory"),
         ("generate", "trainer.precision=32-true", "trainer.precision=32-true would change nothing"),
-        ("generate", "--prompt=\udcff", "its bytes are no UTF-8 text"),
     ],
 )
 def test_keys_that_only_a_training_reads_are_refused(

@@ -70,11 +70,6 @@ def test_tab_completes_options_and_keys(line, expected, tmp_path):
     assert expected <= set(found.split())
 
 
-@pytest.mark.parametrize("shell", sampled(["bash", "zsh", "fish"], 1))
-def test_tab_completion_is_installed_by_one_line(shell, tmp_path):
-    assert "-sc query=" in ask("-sc", f"install={shell}", cwd=tmp_path)
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_tab_runs_no_file_that_is_not_hydras(tmp_path):
     (tmp_path / "ddp.py").write_text("open('ran', 'w')\n")

@@ -71,20 +71,6 @@ def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
     assert vit_cost(args).parameters == sum(param.numel() for param in model.parameters())
 
 
-def test_70b_in_bf16_is_140_gb_of_weights_alone() -> None:
-    state = memory.peak(
-        Setup(cost=cost_of("llama3_70b"), kind="single", precision="bf16-true")
-    ).bytes_by_kind
-    assert state["parameters"] == pytest.approx(140e9, rel=0.01)
-
-
-def test_7b_with_adamw_does_not_fit_one_gpu_under_ddp_and_does_under_fsdp_on_eight() -> None:
-    cost = cost_of("llama2_7b")
-    ddp = memory.peak(Setup(cost=cost, kind="ddp", world_size=8))
-    assert ddp.state_bytes == 16 * cost.parameters > H100.memory_bytes
-    assert memory.peak(Setup(cost=cost, **mesh(shard=8))).total_bytes < H100.memory_bytes
-
-
 LORA, NF4 = {"adapter_rank": 16}, {"adapter_rank": 16, "in_4_bits": True}
 
 

@@ -8,7 +8,7 @@ from armature.errors import ConfigError
 from armature.planning import devices, simulation
 from armature.planning.roofline import Roofline
 from armature.planning.simulation import processes
-from armature.planning.simulation.report import Report, Volume
+from armature.planning.simulation.report import Report
 from scripts import simulate as command
 
 TINY = [
@@ -19,29 +19,6 @@ TINY = [
     "data.context=32",
     "optimizer=adamw",
 ]
-REPORT = Report(
-    rank=0,
-    world_size=8,
-    axes={"shard": 8},
-    hardware="h100_80gb",
-    parameters=8_000,
-    peak=70 * 2**30,
-    peak_by_kind={"activations": 70 * 2**30},
-    peak_by_phase={"forward": 70 * 2**30},
-    peak_at="forward: mm",
-    allowance=6 * 2**30,
-    capacity=79 * 2**30,
-    flops={"forward": 1e15},
-    operators=10,
-    volumes=(Volume("shard", "all_gather", 8, calls=2, bytes=2**30, seconds=0.5),),
-    syncs={},
-    compute_seconds={"forward": 2.0},
-    bubble_share=0.5,
-    samples_per_step=10,
-    tokens_per_sample=100,
-    model_flops=8e15,
-    peak_flops=1e15,
-)
 
 
 def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
@@ -115,13 +92,6 @@ def test_experts_get_equally_many_tokens():
     assert any(
         "mixture/experts.py" in line for line in loop.syncs
     )  # a GPU's product of groups takes bf16 alone
-
-
-def test_seconds_of_a_step_and_what_follows():
-    assert REPORT.step_seconds == (4.0, 5.0)  # half of the time is the pipeline's bubble
-    assert REPORT.rate == (200.0, 250.0)
-    assert REPORT.mfu == (0.2, 0.25)
-    assert REPORT.fits
 
 
 def test_a_group_is_as_fast_as_its_slowest_link():

@@ -14,7 +14,6 @@ WIDTH, HEIGHT = 560, 280  # pixels, without the legend
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # of them around the plot
 LETTER = 6.6  # pixels of a digit
 BUCKETS = 240  # of a long line: a chart has few more pixels
-LARGEST = 1e300  # values beyond it are drawn there
 SERIES = 8  # colors of lines, used in turn: --c0 to --c7 of the style sheet
 STYLE = Path(__file__).with_name("page.css")
 
@@ -73,11 +72,8 @@ def buckets(
 
 def render(chart: Chart) -> str:
     """Return a <div> of the plot and its legend, whose colors are CSS variables."""
-    drawn = [
-        (line, [(x, _height(y)) for x, y in zip(line.xs, line.ys, strict=True)])
-        for line in chart.lines
-    ]
-    every = [point for _, points in drawn for point in points if point[1] == point[1]]
+    points = [[*zip(line.xs, line.ys, strict=True)] for line in chart.lines]
+    every = [(x, y) for each in points for x, y in each if math.isfinite(y)]
     x_low, x_high = _range([x for x, _ in every], margin=0.02)
     y_low, y_high = _range([y for _, y in every], margin=0.05)
     if chart.from_zero:
@@ -112,15 +108,11 @@ def render(chart: Chart) -> str:
     for x in chart.marks:
         if x_low <= x <= x_high:
             parts.append(_rule((at(x), TOP), (at(x), bottom), "mark", 'stroke-dasharray="4 3"'))
-    for line, points in drawn:
-        parts += _curve(line, [(at(x), level(y)) for x, y in points])
+    for line, own in zip(chart.lines, points, strict=True):
+        parts += _curve(line, [(at(x), level(y)) for x, y in own])
     if not every:
         parts.append(label(WIDTH / 2, HEIGHT / 2, "no values yet", anchor="middle"))
     return "".join([*parts, "</svg>", _legend(chart), "</div>"])
-
-
-def _height(y: float) -> float:
-    return max(-LARGEST, min(y, LARGEST)) if math.isfinite(y) else math.nan
 
 
 def _range(values: list[float], *, margin: float) -> tuple[float, float]:
@@ -135,7 +127,7 @@ def _curve(line: Line, points: list[tuple[float, float]]) -> Iterator[str]:
     color = f"var(--c{line.color % SERIES})"
     pieces: list[list[tuple[float, float]]] = [[]]
     for point in points:
-        if point[1] == point[1]:
+        if math.isfinite(point[1]):
             pieces[-1].append(point)
         elif pieces[-1]:
             pieces.append([])
