@@ -117,12 +117,10 @@ def compose(overrides: Sequence[str]) -> Workload:
     import hydra
     from omegaconf import OmegaConf
 
-    from armature import config
     from armature.errors import ConfigError
     from armature.validation.checks import check
     from armature.validation.composing import composing, instantiate
 
-    config.register()
     overrides = pinned(overrides)
     with composing():
         name = hydra.compose(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hydra import compose
 
-from armature import config
 from armature.errors import ConfigError
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
@@ -169,7 +168,6 @@ SWEEPS = [name for name, (words, _) in CASES.items() if "-m" in words and name n
 
 @pytest.mark.parametrize("name", sampled(SWEEPS, 2))
 def test_a_mistake_in_a_sweep_is_found(name):
-    config.register()
     overrides, words = CASES[name]
     problems = explain_sweep(overrides[1:], check)
     shown = f"{len(problems)} problem: " + " ".join(problems)
@@ -186,7 +184,6 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(folder / "cache"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     overrides, words = CASES[name]
-    config.register()
     try:
         with composing():
             check(compose("train", overrides=overrides))
@@ -217,7 +214,6 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
 
     usual = module._sweep
     overrides = ["seed=0,1", "trainer.accelerator=gpu", "trainer.devices=99"]
-    config.register()
     assert "99" in " ".join(module.explain_sweep(overrides, check))
     monkeypatch.setattr(module, "_sweep", elsewhere)
     assert module.explain_sweep(overrides, check) == []
@@ -268,7 +264,6 @@ def own(tmp_path):
         (tmp_path / "own" / "experiment" / "lone.yaml").write_text(text)
         return tmp_path / "own"
 
-    config.register()
     return write
 
 

@@ -116,7 +116,6 @@ def problems_of(*typed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def default() -> DictConfig:
-    config.register()
     with composing():
         return compose("train")
 
@@ -158,7 +157,6 @@ def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     ["/home/müller/x", "it's", "a;b", "a (1)", "a#b", "日本", "a=b", "1.10", "1_0", "7e12345"],
 )
 def test_names_that_hydra_takes_in_quotes_only_arrive_as_typed(value):
-    config.register()
     with composing():
         assert compose("train", overrides=[quoting.quoted(f"run.name={value}")]).run.name == value
 

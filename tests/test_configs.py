@@ -9,7 +9,6 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from armature import config
 from armature.data import feed
 from armature.validation import checks
 from armature.validation import compose as compose_module
@@ -81,7 +80,6 @@ EXTRA = {  # what a file cannot do without
 
 @pytest.fixture(autouse=True)
 def _hydra(tmp_path, monkeypatch):
-    config.register()
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)

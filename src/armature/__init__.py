@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 __version__ = "1.0.0"
 
 if "hydra" in sys.modules:  # so that Hydra's own compose("train") works in a notebook
-    from armature import config
-
-    config.register()
+    from armature import config as config
 
 
 def compose(*overrides: str) -> DictConfig:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import hydra
 from dotenv import load_dotenv
 from hydra._internal import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
@@ -36,8 +35,14 @@ from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, signatures, usage
-from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
-from armature.validation.composing import composing
+from armature.validation.compose import (
+    CONFIG_ERRORS,
+    composed,
+    explain,
+    explain_sweep,
+    plain_text,
+    searching,
+)
 from armature.validation.quoting import addable, quoted
 
 Task = Callable[[DictConfig], float | None]  # of a command: returns what a sweep optimizes
@@ -71,10 +76,6 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     trial.
     """
     make_lasting()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     # garbage collection during imports takes a quarter of the start; the worker enables it again
     gc.disable()
     if not {*hardware.WAITING} & {*os.environ}:
@@ -85,7 +86,6 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         return _run_trial(main)
     # Hydra then raises its exceptions instead of printing and exiting
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     hydra_utils.argparse = SimpleNamespace(ArgumentParser=_Parser)  # pyright: ignore
     hydras = hydra_utils.get_args_parser()
@@ -137,7 +137,6 @@ def _run_trial(main: Callable[..., None]) -> None:
     """Run the trial that the pool of a sweep sends (`sweeps.pool`)."""
     from armature.sweeps import pool
 
-    config.register()
     cfg = pool.receive()
     HydraConfig.instance().set_config(cfg)
     of_trial = cfg.copy()
@@ -170,13 +169,7 @@ def compose(typed: Sequence[str]) -> DictConfig:
     overrides = [addable(quoted(each)) for each in typed]
     if problems := foreign_keys.removals(overrides):
         raise ConfigError(problems)
-    config.register()
-    try:
-        with composing():
-            cfg = hydra.compose("train", overrides)
-    except (*CONFIG_ERRORS, TypeError, ValueError) as error:
-        # the last two for a group's option that is no word
-        raise ConfigError(explain(error, overrides)) from error
+    cfg = composed(overrides)
     if problems := _merged_problems(overrides) + [
         f"{name}: a value is required. Type {name}=…"
         for name in map(str, cfg)

@@ -203,11 +203,8 @@ _STARTED = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
 register_resolver("sweep_name", lambda name: name or f"sweep-{_STARTED}", replace=True)
 
 
-def register() -> None:
-    """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
-    store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:
-        store.store(name="schema", node=Config)
+# under the name that `configs/train.yaml` starts from
+ConfigStore.instance().store(name="schema", node=Config)
 
 
 def key_of(override: str) -> str:

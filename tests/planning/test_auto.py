@@ -7,7 +7,6 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planning import auto, devices, memory, setup
@@ -33,7 +32,6 @@ GPT2 = ["experiment=gpt2_124m", "data.path=x"]
 
 @pytest.fixture(autouse=True)
 def _hydra() -> Iterator[None]:
-    config.register()
     with composing():
         yield
     GlobalHydra.instance().clear()

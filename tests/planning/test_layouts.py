@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hydra import compose
 
-from armature import config
 from armature.planning import devices, simulation
 from armature.planning.simulation import order, processes
 from armature.validation.composing import composing
@@ -135,7 +134,6 @@ KNOWN_WAITS = {
 
 
 def compose_layout(*overrides: str):
-    config.register()
     own = any(each.startswith("model=") for each in overrides)
     common = [each for each in MODEL if not (own and each.startswith("model="))]
     with composing():

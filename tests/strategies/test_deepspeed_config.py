@@ -5,7 +5,6 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
-from armature import config
 from armature.layout import Layout
 from armature.validation import combinations
 from armature.validation.composing import composing, instantiate
@@ -13,7 +12,6 @@ from armature.validation.composing import composing, instantiate
 
 @pytest.mark.slow  # imports DeepSpeed
 def test_typed_entries_are_merged_into_ours():
-    config.register()
     GlobalHydra.instance().clear()
     typed = [
         "strategy=deepspeed_zero3",

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-from armature import config, hardware
+from armature import hardware
 from armature.sweeps import pool
 from armature.validation import checks
 from armature.validation.composing import composing
@@ -42,7 +42,6 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_count", lambda: 16)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    config.register()
 
     def run(count: int, *typed: str) -> tuple[list[pool.Result], list[dict]]:
         with composing():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hydra import compose
 
-from armature import config, errors
+from armature import errors
 from armature.errors import ConfigError
 from armature.sweeps import pool, search, study
 from armature.validation.composing import composing
@@ -57,7 +57,6 @@ def folder(tmp_path, monkeypatch):
 
 
 def begin(*results, typed=(), **settings) -> TrialLauncher:
-    config.register()
     with composing():
         cfg = compose(
             "train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True
@@ -177,12 +176,6 @@ def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resum
     begin(resumed, trials=1, pruner=pruner)
     assert asked == [True, False, True]
     assert states(folder) == ["PRUNED"]
-
-
-def test_a_sampler_of_grids_is_refused(folder):
-    node = {"name": "GridSampler", "search_space": {"optimizer.lr": [1]}}
-    with pytest.raises(ConfigError, match="GridSampler: a plain sweep tries"):
-        begin(sampler=node)
 
 
 def test_each_trial_draws_by_a_seed_of_its_own_unless_they_are_one_sequence(monkeypatch):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hydra import compose
 
-from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
@@ -40,7 +39,6 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])
     for name in [name for name in sys.modules if name.startswith("reexporting")]:
         del sys.modules[name]
-    config.register()
 
     def check(*overrides: str):
         typed = [

@@ -6,7 +6,6 @@ import pytest
 from hydra import compose
 from omegaconf import open_dict
 
-from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.validation import checks, lightning_parts, signatures
@@ -18,7 +17,6 @@ ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
 
 def composed(*overrides):
     signatures.allow(["tests"])
-    config.register()
     with composing():
         return compose("train", overrides=[ALLOWED, *overrides])
 

@@ -6,7 +6,6 @@ import pytest
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 
-from armature import config
 from armature.errors import ConfigError
 from armature.finetune.check import DECODER, LORA
 from armature.layout import Layout
@@ -21,7 +20,6 @@ PAIR = {"prompt": "how are you", "chosen": "I am fine", "rejected": "world"}
 def checked(tmp_path):
     tokenizer, path = folder(tmp_path / "tokenizer"), write(tmp_path / "pairs.jsonl", [PAIR])
     files = [f"data.path={path}", f"data.source.tokenizer={tokenizer}", "trainer.accelerator=cpu"]
-    config.register()
     GlobalHydra.instance().clear()
 
     def check(*words: str) -> str:

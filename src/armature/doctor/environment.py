@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
 
 from armature import hardware
-from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.launcher import environment
 
@@ -40,8 +38,7 @@ MEMORY_PER_RANK, MEMORY_PER_WORKER = 2 * GiB, GiB // 4
 
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about this machine."""
-    checks = (partial(each, cfg) for each in (gpus, shared_memory, memory, cores))
-    found = finding.gathered(GROUP, versions, *checks)
+    found = [*versions(), *gpus(cfg), *shared_memory(cfg), *memory(cfg), *cores(cfg)]
     return [each._replace(where=socket.gethostname()) for each in found]
 
 

@@ -50,7 +50,7 @@ def examine(
     if finding.exit_code(own) == 2:  # the ranks would only fail for the same reason
         report(own)
         return 2
-    own += finding.gathered("launch", machine.leftovers)
+    own += machine.leftovers()
     if environment.is_first("LOCAL_RANK"):
         own += run_directory.check(cfg)
     if joined:

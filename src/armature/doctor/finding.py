@@ -1,10 +1,10 @@
 """What a check found, and the report of all of them. Torch-free."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from armature.errors import error_line, masked
+from armature.errors import masked
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 EXIT_CODES = {OK: 0, WARNING: 1, FAILURE: 2}
@@ -45,21 +45,6 @@ def refused(group: str, problems: Iterable[str]) -> list[Finding]:
     """Return the problems of a ConfigError, each of which ends the examination."""
     remedy = "Correct the command; nothing else was examined."
     return [failure(group, masked(each), remedy=remedy) for each in problems]
-
-
-def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of several checks. One that raises is a failure, and the others count."""
-    found: list[Finding] = []
-    for check in checks:
-        try:
-            found += check()
-        except Exception as error:
-            # of a machine, a driver or a file system that the check did not expect
-            name = getattr(check, "func", check).__name__
-            what = f"The check {name} could not look: {masked(error_line(error))}."
-            remedy = "Correct what the error names; this is not known to be sound."
-            found.append(failure(group, what, remedy=remedy))
-    return found
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -9,14 +9,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from armature import files
 from armature.checkpoint import resume
-from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.errors import ConfigError, error_line, masked
 from armature.launcher import lock
@@ -31,8 +30,8 @@ GiB = 2**30
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about run.root and checkpoint.root."""
     folders = {"run.root": cfg.run.root, "checkpoint.root": cfg.checkpoint.root}
-    checks = [partial(writable, root, key=key) for key, root in folders.items() if root is not None]
-    return finding.gathered(GROUP, partial(in_use, cfg), *checks)
+    written = [writable(root, key=key) for key, root in folders.items() if root is not None]
+    return [*in_use(cfg), *chain(*written)]
 
 
 def in_use(cfg: DictConfig) -> Iterator[Finding]:

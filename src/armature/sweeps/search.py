@@ -26,7 +26,6 @@ from armature.sweeps.study import load_optuna, open_study, plugin_of
 log = logging.getLogger(__name__)
 
 HOPELESS = 5  # so many trials, all of them failed, end the search
-OF_GRIDS = ("GridSampler", "BruteForceSampler")
 PRUNE = "+callbacks.prune={_target_:armature.callbacks.prune.Prune,monitor:'${checkpoint.monitor}'}"
 PRUNED = "pruned"  # attribute of a trial that its callback ended: the step
 SAME_RESULT = (
@@ -199,11 +198,6 @@ def _check(settings: Mapping[str, Any], launcher: Any) -> None:
             f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. "
             "Start it as one task: strategy= and trainer.devices= start each trial's ranks. Type "
             "sweep.parallel=auto for one task per machine that share the search."
-        )
-    if (name := settings["sampler"]["name"]) in OF_GRIDS:
-        problems.append(
-            f"hydra.sweeper.sampler.name={name}: a plain sweep tries all values. Leave out "
-            "sweep=optuna, and type KEY=A,B or KEY=range(FIRST,END) for each key."
         )
     for kind in ("sampler", "pruner"):
         if settings[kind]:

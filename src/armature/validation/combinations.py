@@ -13,7 +13,6 @@ attribute that is a literal:
     strategy=fsdp"}
 """
 
-import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -131,10 +130,6 @@ class Run:
         return hardware.compute_capability() or FLOAT8_CAPABILITY
 
     @property
-    def torch(self) -> tuple[int, ...]:
-        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
-
-    @property
     def reads_checkpoint(self) -> bool:
         """Whether the run takes its weights from another run's checkpoint."""
         named = self.cfg.get("resume") or "auto"
@@ -247,12 +242,6 @@ RULES: dict[str, Rules] = {
             " with strategy.compile={r.compile}: the compiler would keep each dense matrix from "
             "forward to backward. Type strategy.compile=none.",
         ),
-        (
-            # before, fully_shard takes no weights that are no floats
-            lambda r: "shard" in r.layout.methods and r.torch < (2, 12),
-            " with a sharded strategy needs torch 2.12; older ones shard floats "
-            "only. Type pip install -U torch, or strategy=ddp, or strategy=tensor.",
-        ),
     ],
     "data": [
         (
@@ -311,12 +300,6 @@ RULES: dict[str, Rules] = {
             lambda r: r.is_manual and r.on_nan == "skip",
             ": {r[task]} optimizes manually (self.automatic_optimization = False), so its "
             "updates cannot be left out. Type trainer.on_nan=stop.",
-        ),
-    ],
-    "optimizer.nesterov": [
-        (
-            lambda r: not r["optimizer.momentum"],
-            " needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false.",
         ),
     ],
     "launch.min_ranks": [
@@ -526,11 +509,6 @@ RULES: dict[str, Rules] = {
             " with strategy.reshard_after_forward=true: its backward in two parts needs gathered "
             "weights until the end. Type strategy.reshard_after_forward=false, or "
             "strategy.schedule=1f1b.",
-        ),
-        (
-            lambda r: r.zero_bubble and r.accelerator == "cpu" and r.torch < (2, 12),
-            " on CPUs needs torch 2.12: 2.11 begins with messages from a rank to itself, which "
-            "gloo refuses. Type pip install -U torch, or strategy.schedule=1f1b.",
         ),
         (
             lambda r: r.zero_bubble and r.compile != "none",

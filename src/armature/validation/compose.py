@@ -44,6 +44,19 @@ _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
+def composed(overrides: list[str]) -> DictConfig:
+    """Return the configuration that train.py would compose, unchecked.
+
+    ConfigError: all that does not compose.
+    """
+    try:
+        with composing():
+            return compose("train", overrides)
+    except (*CONFIG_ERRORS, TypeError, ValueError) as error:
+        # the last two for a group's option that is no word
+        raise ConfigError(explain(error, overrides)) from error
+
+
 def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound.
 

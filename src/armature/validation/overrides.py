@@ -6,8 +6,6 @@ Torch-free.
 import re
 from typing import Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
@@ -15,7 +13,6 @@ from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError
 from armature.project import options
 from armature.validation import compose, foreign_keys, values
-from armature.validation.composing import composing
 from armature.validation.quoting import quoted
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
@@ -50,7 +47,7 @@ def apply(cfg: DictConfig, overrides: list[str], *, calls_callbacks: bool = Fals
             )
         elif key in cfg and isinstance(parsed.value(), str) and options(key):
             with open_dict(cfg):
-                cfg[key] = _option(key, value)
+                cfg[key] = compose.composed([f"{key}='{value}'"])[key]
         # keys of a loader are of a plain LightningDataModule
         elif not (changes or group in _OPEN) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
             add = foreign_keys.nearest(key, dict(values.walk(config.unresolved(cfg))))
@@ -68,17 +65,6 @@ def apply(cfg: DictConfig, overrides: list[str], *, calls_callbacks: bool = Fals
         if OmegaConf.is_missing(cfg[group], key)
     ]:
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
-
-
-def _option(group: str, name: str) -> Any:
-    """Return a group's option as train.py would compose it."""
-    config.register()
-    GlobalHydra.instance().clear()
-    try:
-        with composing():
-            return hydra.compose("train", overrides=[f"{group}='{name}'"])[group]
-    except compose.CONFIG_ERRORS as error:
-        raise ConfigError(compose.explain(error, [f"{group}={name}"])) from error
 
 
 def keep_references(raw: Any, resolved: Any) -> Any:
