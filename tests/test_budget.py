@@ -47,13 +47,3 @@ def test_tokens_count_neither_layout_nor_docstrings():
     counted += " text = ( 'no_docstring' f'…' ) 'a_statement' return text"
     assert size.tokens(CODE) == len(counted.split())
     assert size.tokens(CODE.replace('("no docstring"\n', '("no docstring" ')) == size.tokens(CODE)
-
-
-def test_a_part_above_its_limit_and_one_far_below_are_named(monkeypatch):
-    monkeypatch.setitem(size.LIMITS, "core", size.Limit(1000, 500))
-    (problem,) = size.problems({"core": size.Size(1, 1, 1001)})
-    assert problem.startswith("core: 1,001 tokens are more than the limit of 1,000. Delete or ")
-    assert size.problems({"core": size.Size(1, 1, 1000)}) == []
-    assert [*size.hints({"core": size.Size(1, 1, 970)})] == []
-    (hint,) = size.hints({"core": size.Size(1, 1, 969)})
-    assert hint == "core: lower the limit to 969 in scripts/size.py."

@@ -97,22 +97,6 @@ def test_the_table_has_a_line_per_run_and_the_order_that_was_asked_for(make, tmp
     assert "stopped (max_time)" in text[2]
 
 
-def test_sizes_and_times_have_few_digits():
-    assert [runs.size(count) for count in (0, 999, 1000, 1_234_567, 5e13)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "1.23 MB",
-        "50.0 TB",
-    ]
-    assert [runs.duration(seconds) for seconds in (-1, 59, 7200, 2e5)] == [
-        "0 s",
-        "59 s",
-        "2 h",
-        "2 d",
-    ]
-
-
 def test_it_prints_json_without_importing_torch(make, tmp_path):
     make("one", reason="finished")
     code = (

@@ -47,7 +47,6 @@ from armature.validation.quoting import addable, quoted
 
 Task = Callable[[DictConfig], float | None]  # of a command: returns what a sweep optimizes
 _composed = threading.Event()  # the configuration composed, and the command itself began
-ONE_OPTION = (*config.OF_ONE_CLASS, "trainer", "checkpoint", "launch")
 full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 # a line of Hydra's completion for bash, which ignores its result
 _SOUGHT = 'grep "@hydra.main" $file_path -q'
@@ -97,7 +96,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     default_config = not (arguments.config_name or arguments.config_path)
     folders = filter(os.path.isdir, filter(None, [arguments.config_dir]))
     typed = [*map(searching, folders), *arguments.overrides]
-    problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
+    problems = [*usage.misplaced(misplaced), *foreign_keys.of_groups(arguments.overrides)]
     problems += foreign_keys.ineffective(typed) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
         problems += _sweep_problems(
@@ -167,16 +166,9 @@ def compose(typed: Sequence[str]) -> DictConfig:
     ConfigError: all that does not compose.
     """
     overrides = [addable(quoted(each)) for each in typed]
-    if problems := foreign_keys.removals(overrides):
+    if problems := foreign_keys.of_groups(overrides):
         raise ConfigError(problems)
-    cfg = composed(overrides)
-    if problems := _merged_problems(overrides) + [
-        f"{name}: a value is required. Type {name}=…"
-        for name in map(str, cfg)
-        if OmegaConf.is_missing(cfg, name)
-    ]:
-        raise ConfigError(problems)
-    return cfg
+    return composed(overrides)
 
 
 def report_errors(task: Task) -> Task:
@@ -278,22 +270,11 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
             f"hydra.run.dir={hydra.run.dir}: this has no effect here. Remove it from the file that "
             "sets it. Type run.root=… (holds all runs) and run.name=… (this run)."
         )
-    if problems := _merged_problems(overrides()):
-        raise ConfigError(problems)
     chosen = hydra.runtime.choices
     group = "task" if "model" in signatures.unused(cfg.task) else "model"
     label = str(chosen.get("experiment") or chosen.get(group))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
-
-
-def _merged_problems(overrides: Sequence[str]) -> list[str]:
-    return [
-        f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a "
-        f"run with each of several, -m {g}=A,B."
-        for g in ONE_OPTION
-        if any(each.startswith(f"{g}=[") for each in overrides)
-    ]
 
 
 def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:

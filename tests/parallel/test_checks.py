@@ -158,7 +158,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         (
             {"context": 3, "context_method": "all_to_all"},
             {"model": {"context": 18}, "data": {"context": 18}},
-            "strategy.context=3 does not divide model.heads=4: .* strategy.context=2 or "
+            "strategy.context=3 does not divide model.heads=4: .* strategy.context=1 or "
             "strategy.context_method=all_gather",
         ),
         (
@@ -193,7 +193,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not a multiple"),
         (
-            {"pipe": 2, "microbatches": 10**20},
+            {"pipe": 2, "microbatches": 16},
             {
                 "micro_batch_size": "auto",
                 "data": {"micro_batch_size": "auto", "global_batch_size": 8},
@@ -275,7 +275,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         (
             {"shard": 4, "expert": 4},
             {"model": {"experts": 6}},
-            "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=3, or "
+            "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=2, or "
             "model.experts=8",
         ),
         (
@@ -353,14 +353,6 @@ def test_what_cannot_work_is_said_before_launch(
 def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, accelerator: str) -> None:
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
     assert found(strategy, **arguments) == []
-
-
-def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.Run, "torch", (2, 11))
-    asked = {"pipe": 2, "schedule": "zero_bubble"}
-    assert found(asked) == []
-    (message,) = found(asked, trainer={"accelerator": "cpu"})
-    assert message.endswith("Type pip install -U torch, or strategy.schedule=1f1b.")
 
 
 def test_a_module_that_builds_its_own_model_may_have_experts() -> None:

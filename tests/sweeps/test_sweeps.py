@@ -308,20 +308,6 @@ def test_a_refused_trial_does_not_stop_the_others(trial, tmp_path, capsys):
     assert "these values do not fit" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- whole sweeps
-@pytest.mark.slow
-def test_a_grid_ends_with_an_answer(tmp_path):
-    result = sweep("optimizer.lr=1e-3,1e-1", "seed=0,1", cwd=tmp_path)
-    assert "4 of 4 trials finished" in result.stderr
-    (folder,) = (tmp_path / "outputs").iterdir()
-    assert {row["optimizer.lr"] for row in ranks(folder)} == {"0.001", "0.1"}
-    best = [float(row["val/accuracy"]) for row in ranks(folder)]
-    assert best == sorted(best, reverse=True)
-    scores = [running.summary(folder / str(i))["best_score"] for i in range(4)]
-    assert best[0] == pytest.approx(max(scores), rel=1e-4)  # as it is shown
-    assert (folder / "report.html").is_file()
-
-
 def study_of(folder):
     from armature.sweeps import study
 

@@ -35,7 +35,6 @@ def layout(method: str) -> Any:
 @pytest.mark.parametrize(
     ("target", "method", "objects", "words"),
     [
-        (f"{STOCK}.EMAWeightAveraging", "single", MODULE, None),
         (f"{STOCK}.EMAWeightAveraging", "ddp", MODULE, None),
         (
             f"{STOCK}.EMAWeightAveraging",
@@ -49,16 +48,11 @@ def layout(method: str) -> Any:
             TASK,
             "before it has weights: ImageClassification builds it later",
         ),
-        (f"{STOCK}.StochasticWeightAveraging", "single", MODULE, "Type callbacks=ema"),
-        (OWN, "single", MODULE, None),
         (OWN, "ddp", MODULE, None),
         (OWN, "pipeline", MODULE, "Type strategy=ddp or strategy=fsdp"),
-        (f"{STOCK}.BackboneFinetuning", "tensor", MODULE, "with this strategy (tensor)"),
         (f"{STOCK}.EarlyStopping", "shard", TASK, None),
         (f"{STOCK}.LearningRateFinder", "single", MODULE, "Type -m sweep=lr"),
         (f"{USERS}.FineTuneLearningRateFinder", "ddp", MODULE, "RateFinder does not work here"),
-        (f"{STOCK}.BatchSizeFinder", "single", MODULE, "Type data.micro_batch_size="),
-        (f"{STOCK}.GradientAccumulationScheduler", "single", MODULE, "data.global_batch_size"),
         (f"{STOCK}.SpikeDetection", "single", MODULE, "a stopped run could not be resumed"),
     ],
 )

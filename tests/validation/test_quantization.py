@@ -66,7 +66,7 @@ def test_what_works_is_not_refused():
         (
             {"_target_": MESH, "tensor": 4},
             4,
-            "strategy.tensor=4 does not give each rank whole blocks of 64 elements",
+            "strategy.tensor=4: each rank's rows are blocks of 64 elements, which do not divide",
         ),
     ],
 )

@@ -577,16 +577,10 @@ def _of_tensor(r: Run) -> Iterator[str]:
     for name in r.plan.divided:
         value = r.model.get(name)
         if isinstance(value, int) and value % r.tensor:
-            fits = (n for n in range(1, r.layout.world_size + 1) if not value % n)
-            nearest = min(fits, key=lambda n: abs(n - r.tensor))
-            other = (
-                "strategy=fsdp"
-                if r["model.pretrained"]
-                else f"model.{name}={_next(value, r.tensor)}"
-            )
             yield (
                 f"strategy.tensor={r.tensor} does not divide model.{name}={value}. Type "
-                f"strategy.tensor={nearest}, or {other}."
+                f"strategy.tensor={math.gcd(value, r.tensor)}, or strategy=fsdp, or of a new model "
+                f"model.{name}={_next(value, r.tensor)}."
             )
     padded = ["multiple"] if r.attribute("data", "gives") == "pairs" else []
     for key, length in _lengths(r, "context", *padded) if r.shards_sequence else ():
@@ -606,7 +600,7 @@ def _of_context(r: Run) -> Iterator[str]:
     heads = r.model.get(r.plan.heads) if r.plan.context and not gathers else None
     if isinstance(heads, int) and heads % r.tensor == 0 and heads // r.tensor % r.context:
         both = f"{ranks} × strategy.tensor={r.tensor}" if r.tensor > 1 else ranks
-        fits = max(n for n in range(1, r.context) if heads // r.tensor % n == 0)
+        fits = math.gcd(heads // r.tensor, r.context)
         gather = " or strategy.context_method=all_gather" * ("causal" in styles)
         yield (
             f"{both} does not divide model.{r.plan.heads}={heads}: within attention each rank has "
@@ -668,13 +662,9 @@ def _of_stages(r: Run) -> Iterator[str]:
         )
     share = (batching.configured_batch_size(r.data) or chunks) // max(1, r.layout.data_ranks)
     if isinstance(micro, int) and micro % max(1, chunks):
-        fits = [n for n in range(least, micro + 1) if micro % n == 0]
-        fits.sort(key=lambda n: abs(n - chunks))
-        nearest = [f"strategy.microbatches={n}" for n in fits[:1]]
-        larger = math.lcm(micro, chunks) if micro > chunks else chunks
         yield (
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
-            f"Type {', or '.join([*nearest, f'data.micro_batch_size={larger}'])}."
+            f"Type data.micro_batch_size={_next(micro, chunks)}."
         )
     elif not isinstance(micro, int) and share < chunks:
         yield (
@@ -692,10 +682,9 @@ def _of_experts(r: Run) -> Iterator[str]:
     if (problem := mesh.expert_problem(expert, r.layout.axes)) is not None:
         yield problem
     if isinstance(count, int) and count % expert:
-        fits = [n for n in range(1, min(expert, count + 1)) if count % n == 0]
         yield (
             f"strategy.expert={expert} does not divide model.{key}={count}. Type "
-            f"strategy.expert={max(fits)}, or model.{key}={_next(count, expert)}."
+            f"strategy.expert={math.gcd(count, expert)}, or model.{key}={_next(count, expert)}."
         )
     if not r.own_experts:
         return
@@ -737,18 +726,12 @@ def _of_quantized(r: Run) -> Iterator[str]:
         * (model.get("head_dim") or model["width"] // model["heads"]),
         "model.ffn_hidden": model.get("ffn_hidden") or ffn_hidden_of(model["width"]),
     }
-    if odd := [f"{name}={size}" for name, size in sizes.items() if size % QUANTIZED_BLOCK]:
+    parts = {name: 1 if name == "model.width" else r.tensor for name in sizes}
+    if odd := [f"{n}={size}" for n, size in sizes.items() if size % (QUANTIZED_BLOCK * parts[n])]:
         yield (
-            f"{typed} holds rows in blocks of {QUANTIZED_BLOCK} elements, which do not divide "
-            f"{', '.join(odd)}. Type task.adapter.quantize=null."
-        )
-        return
-    del sizes["model.width"]  # rows of the others are divided
-    if odd := [f"{n}={size}" for n, size in sizes.items() if size % (QUANTIZED_BLOCK * r.tensor)]:
-        yield (
-            f"{typed}: strategy.tensor={r.tensor} does not give each rank whole blocks of "
-            f"{QUANTIZED_BLOCK} elements of {', '.join(odd)}. Type strategy=fsdp, or another "
-            "number of tensor ranks."
+            f"{typed} with strategy.tensor={r.tensor}: each rank's rows are blocks of "
+            f"{QUANTIZED_BLOCK} elements, which do not divide {', '.join(odd)}. Type strategy=fsdp "
+            "for fewer ranks, or task.adapter.quantize=null."
         )
 
 

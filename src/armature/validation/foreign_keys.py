@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields
 
-from armature.config import Config, Keys, key_of
+from armature.config import OF_ONE_CLASS, Config, Keys, key_of
 from armature.project import options
 
 _BATCH = (
@@ -126,6 +126,7 @@ INEFFECTIVE = {
     "hydra.job.chdir": "A run never changes its directory. Leave it out",
     "hydra.job.name": "Type run.name=…",
 }
+ONE_OPTION = (*OF_ONE_CLASS, "trainer", "checkpoint", "launch")  # groups
 _HARMLESS = {"hydra.job.chdir=false", "hydra.job.chdir=False", "hydra.output_subdir=null"}
 
 
@@ -171,12 +172,16 @@ def ineffective(overrides: list[str]) -> list[str]:
     ]
 
 
-def removals(overrides: Iterable[str]) -> list[str]:
-    """Return the `~KEY` of the core's own groups and keys, which every run needs, with what to type
-    instead.
-    """
+def of_groups(overrides: Iterable[str]) -> list[str]:
+    """Return the `~KEY` of what every run needs, and several options of a group that takes one."""
     groups = {each.name: each.type for each in fields(Config)}
-    found = []
+    found = [
+        f"{each}: it takes one option, not a list, whose files would be merged. Type {group}=NAME; "
+        f"for a run with each of several, -m {group}=A,B."
+        for each in overrides
+        for group, _, value in [each.partition("=")]
+        if value.startswith("[") and value != "[]" and group in ONE_OPTION
+    ]
     for override in (each for each in overrides if each.startswith("~")):
         key = override[1:].partition("=")[0]
         group, _, name = key.partition(".")
