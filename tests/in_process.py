@@ -1,4 +1,4 @@
-"""Run a script of scripts/ in the test's own process, which saves its imports."""
+"""Run a script, or ask what train.py refuses, in the test's own process, which saves imports."""
 
 import contextlib
 import importlib.util
@@ -8,7 +8,18 @@ from types import ModuleType
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import cli
+from armature.errors import ConfigError
+from armature.validation.checks import check
 from tests.running import ROOT
+
+
+def problems_of(*typed: str, prepare: bool = False) -> list[str]:
+    """Return what train.py would say of a command line before it starts anything."""
+    try:
+        check(cli.compose(typed), prepare=prepare, overrides=typed)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def load(name: str) -> ModuleType:

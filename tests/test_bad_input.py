@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose
 
-from armature.errors import ConfigError
 from armature.validation.checks import check
-from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
-from armature.validation.composing import composing
+from armature.validation.compose import explain, explain_sweep, searching
 from tests import running
+from tests.in_process import problems_of
 from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[1]
@@ -184,15 +182,7 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(folder / "cache"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     overrides, words = CASES[name]
-    try:
-        with composing():
-            check(compose("train", overrides=overrides))
-    except ConfigError as error:
-        problems = error.problems
-    except CONFIG_ERRORS as error:
-        problems = explain(error, overrides)
-    else:
-        pytest.fail("nothing was found")
+    problems = problems_of(*overrides, prepare=True)
     assert all(word in "\n".join(problems) for word in words), problems
 
 

@@ -14,6 +14,7 @@ from armature.training.limits import prefer_typed
 from armature.validation import quoting, relations, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
+from tests.in_process import problems_of
 from tests.sampled import sampled
 
 
@@ -104,14 +105,6 @@ TOGETHER = [
     ("data=tokens", "data.path=.", "data.source.tokenizer=nowhere"),
     ("data=text", "data.path=null"),
 ]
-
-
-def problems_of(*typed: str) -> list[str]:
-    try:
-        check(cli.compose(typed), prepare=False, overrides=typed)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,12 @@ have: refused.
 """
 
 import pytest
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 
-from armature.errors import ConfigError
 from armature.finetune.check import DECODER, LORA
 from armature.layout import Layout
-from armature.validation import checks, combinations
-from armature.validation.composing import composing
+from armature.validation import combinations
 from tests.data.chat_parts import folder, write
+from tests.in_process import problems_of
 
 PAIR = {"prompt": "how are you", "chosen": "I am fine", "rejected": "world"}
 
@@ -20,19 +17,8 @@ PAIR = {"prompt": "how are you", "chosen": "I am fine", "rejected": "world"}
 def checked(tmp_path):
     tokenizer, path = folder(tmp_path / "tokenizer"), write(tmp_path / "pairs.jsonl", [PAIR])
     files = [f"data.path={path}", f"data.source.tokenizer={tokenizer}", "trainer.accelerator=cpu"]
-    GlobalHydra.instance().clear()
-
-    def check(*words: str) -> str:
-        overrides = ["data=preference", "task=dpo", *files, f"run.root={tmp_path}", *words]
-        with composing():
-            try:
-                checks.check(compose("train", overrides=overrides), prepare=False)
-            except ConfigError as error:
-                return str(error)
-        return ""
-
-    yield check
-    GlobalHydra.instance().clear()
+    common = ["data=preference", "task=dpo", *files, f"run.root={tmp_path}"]
+    return lambda *words: " ".join(problems_of(*common, *words))
 
 
 @pytest.mark.parametrize(
