@@ -4,7 +4,7 @@ launch that will not.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -129,7 +129,7 @@ def _fitting(setup: Setup, *, room: float) -> Setup:
     unit = setup.microbatches if setup.axes["pipe"] > 1 else 1  # a pipeline divides a micro-batch
     fitting = setup
     for micro in (size for size in range(share, 0, -1) if share % size == 0 and size % unit == 0):
-        fitting = setup.with_(micro=micro, accumulate=share // micro)
+        fitting = replace(setup, micro=micro, accumulate=share // micro)
         if memory.peak(fitting).total_bytes <= room:
             break
     return fitting

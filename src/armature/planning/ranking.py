@@ -185,8 +185,8 @@ def _best(cfg: DictConfig, device: Device, choice: Choice, *, fixed: Fixed) -> C
         return None
     share = batch // layout.data_ranks
     variants = [
-        setup.with_(
-            micro=micro, accumulate=share // micro, recompute=recompute, microbatches=number
+        replace(
+            setup, micro=micro, accumulate=share // micro, recompute=recompute, microbatches=number
         )
         for micro in ([fixed.micro] if fixed.micro else MICRO_BATCHES)
         for recompute in ([fixed.recompute] if fixed.recompute else layouts.RECOMPUTE)

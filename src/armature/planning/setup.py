@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -165,9 +165,6 @@ class Setup:
     def blocks_by_rank(self) -> Sequence[int]:
         """Blocks of each rank of a pipeline, balanced as the pipeline balances them."""
         return _balanced(self.cost, self.axes["pipe"])
-
-    def with_(self, **changes: Any) -> "Setup":
-        return replace(self, **changes)
 
 
 def _element_bytes(dtype: str | None) -> int:
