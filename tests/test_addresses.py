@@ -67,7 +67,7 @@ def test_addresses_of_data_are_checked_also_in_lists(tmp_path):
     cfg = config.read_raw(
         run(tmp_path, path=["a.txt", "https://host/${oc.env:SECRET}"]) / "config.yaml"
     )
-    with pytest.raises(ConfigError, match=r"config.yaml: data.path.1=https://host/"):
+    with pytest.raises(ConfigError, match=r"config.yaml: data.path\[1\]=https://host/"):
         config.require_plain_addresses(cfg, tmp_path / "config.yaml")
     config.require_plain_addresses(cfg, tmp_path / "config.yaml", typed=["data.path"])
     config.require_plain_addresses(cfg, tmp_path / "config.yaml", typed=["data"])

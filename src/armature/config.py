@@ -236,6 +236,16 @@ def load(file: Path) -> DictConfig:
     return cfg  # pyright: ignore[reportReturnType]
 
 
+def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full key and the value of every entry, in mappings and lists at any depth."""
+    is_list = isinstance(node, list)
+    items = enumerate(node) if is_list else node.items() if isinstance(node, dict) else ()
+    for key, value in items:
+        path = f"{prefix.rstrip('.')}[{key}]" if is_list else f"{prefix}{key}"
+        yield path, value
+        yield from walk(value, f"{path}.")
+
+
 def unresolved(node: Any) -> Any:
     """Return a configuration as plain types, with its references."""
     return OmegaConf.to_container(node, resolve=False)
@@ -326,20 +336,21 @@ def require_plain_addresses(
     untyped = OmegaConf.create(unresolved(cfg))
     with _environment_kept():
         try:
-            kept = [(name, _resolved(untyped, name)) for name in groups]
+            kept = {name: _resolved(untyped, name) for name in groups}
             root, name = (
                 str(OmegaConf.select(untyped, key)) for key in ("checkpoint.root", "run.name")
             )
             # the root is opened with the run's name behind it
             if "${" in name and not _WHOLE.fullmatch(root):
-                kept.append(("checkpoint.root/run.name", f"{root}/{name}"))
+                kept["checkpoint.root/run.name"] = f"{root}/{name}"
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {error_line(error)}.") from error
-    for key, value in (leaf for name, group in kept for leaf in _leaves(group, name)):
+    for key, value in walk(kept):
         if (
-            "${" not in value
+            not isinstance(value, str)
+            or "${" not in value
             or _WHOLE.fullmatch(value)
-            or any(f"{key}.".startswith(f"{each}.") for each in typed)
+            or any(re.match(rf"{re.escape(each)}\b", key) for each in typed)
         ):
             continue
         with suppress(OmegaConfBaseException):  # a variable that is not set: nothing to send
@@ -354,14 +365,6 @@ def require_plain_addresses(
 def _resolved(cfg: Any, name: str) -> Any:
     node = OmegaConf.select(cfg, name, throw_on_missing=False)
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict | list):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(inner, f"{key}.{name}")
-    elif isinstance(value, str):
-        yield key, value
 
 
 def _lacking(cfg: DictConfig) -> list[str]:

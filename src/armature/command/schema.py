@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
 from armature import project
-from armature.config import OF_ONE_CLASS, OPEN
+from armature.config import OF_ONE_CLASS, OPEN, walk
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError
 from armature.validation import signatures, usage, values
@@ -59,7 +59,7 @@ def _of_group(group: str) -> Schema:
     """Return the schema of a group, after the classes that its files name."""
     known: dict[str, list[Class]] = {}
     for content in _files(group):
-        for path, node in _nodes(content, ""):
+        for path, node in _nodes(content):
             place = path.partition(".")[2] if group in OPEN else path
             known.setdefault(place, []).append(_class(group, path, node, content))
     own = _of_classes(known.pop(""), {*known})
@@ -129,12 +129,10 @@ def _files(group: str) -> Iterator[Schema]:
         yield content.get(group, content)  # of a file with `@package _global_`
 
 
-def _nodes(content: Any, path: str) -> Iterator[tuple[str, Schema]]:
-    if isinstance(content, dict):
-        if "_target_" in content:
-            yield path, content
-        for key, value in content.items():
-            yield from _nodes(value, f"{path}.{key}".lstrip("."))
+def _nodes(content: Schema) -> Iterator[tuple[str, Schema]]:
+    for path, node in [("", content), *walk(content)]:
+        if isinstance(node, dict) and "_target_" in node:
+            yield path, node
 
 
 def _closed(keys: Schema, *, is_open: bool = False) -> Schema:

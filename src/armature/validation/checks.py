@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from armature import files, hardware
 from armature.checkpoint import resume
-from armature.config import OF_ONE_CLASS, OPEN, key_of, unresolved
+from armature.config import OF_ONE_CLASS, OPEN, key_of, unresolved, walk
 from armature.data import batching, sources
 from armature.errors import ConfigError, error_line
 from armature.finetune import check as pretrained
@@ -86,9 +86,7 @@ def typed_problems(
     found = values.wrong_of(typed, raw) | {k: v for k, v in values.secrets(raw) if k in typed}
     of_classes = [key for key in _of_classes(cfg, overrides) if key.split(".")[0] not in uncertain]
     nodes = {group: raw[group] for key in of_classes for group in [key.split(".")[0]]}
-    untyped = {
-        path for path, value in values.walk(raw) if path not in of_classes or "${" in str(value)
-    }
+    untyped = {path for path, value in walk(raw) if path not in of_classes or "${" in str(value)}
     return [
         *found.values(),
         *targets.problems(nodes, _allowed(cfg), known=untyped | found.keys()),
@@ -191,7 +189,7 @@ def _key_problems(cfg: DictConfig) -> list[str]:
     written, known = unresolved(cfg), [*values.OF_CORE, *values.GROUPS]
     missing = [
         f"{path}: a value is required. Type {path}=…"
-        for path, value in values.walk(written)
+        for path, value in walk(written)
         if value == "???"
     ]
     return missing + [
@@ -215,7 +213,7 @@ def forget_unused_groups(cfg: DictConfig) -> None:
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
     """Return the references that cannot be resolved, with what to type instead."""
     found: list[str] = []
-    for path, value in values.walk(unresolved(cfg)):
+    for path, value in walk(unresolved(cfg)):
         if isinstance(value, str) and "${" in value:
             try:
                 OmegaConf.select(cfg, path)

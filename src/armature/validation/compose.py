@@ -7,7 +7,7 @@ Hydra stops at the first mistake. On this path alone, the overrides are tried on
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import is_dataclass
 from functools import cache
@@ -287,10 +287,10 @@ def _of_option(group: str, option: str) -> list[str]:
         with warnings.catch_warnings():  # of the defaults list of a file that is not a primary one
             warnings.simplefilter("ignore")
             # in a tenth of the time
-            return [*_keys(compose(f"{group}/{option}", overrides=_searched))]
+            return _keys(compose(f"{group}/{option}", overrides=_searched))
     except Exception:  # a file that changes other groups composes with them only
         made = _composed((f"{group}={option}",))
-        return [] if isinstance(made, Exception) else [*_keys(made)]
+        return [] if isinstance(made, Exception) else _keys(made)
 
 
 def searching(folder: str | Path) -> str:
@@ -445,13 +445,8 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     return f"{where}: {said}.{'' if isinstance(cause, OmegaConfBaseException) else form}"
 
 
-def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in map(str, node):
-        yield f"{prefix}{key}"
-        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-            child = node[key]
-            if isinstance(child, DictConfig):
-                yield from _keys(child, f"{prefix}{key}.")
+def _keys(cfg: DictConfig) -> list[str]:
+    return [key for key, _ in config.walk(config.unresolved(cfg))]
 
 
 def plain_text(error: Exception) -> str:

@@ -12,7 +12,7 @@ from armature import config
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError
 from armature.project import options
-from armature.validation import compose, foreign_keys, values
+from armature.validation import compose, foreign_keys
 from armature.validation.quoting import quoted
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
@@ -50,7 +50,7 @@ def apply(cfg: DictConfig, overrides: list[str], *, calls_callbacks: bool = Fals
                 cfg[key] = compose.composed([f"{key}='{value}'"])[key]
         # keys of a loader are of a plain LightningDataModule
         elif not (changes or group in _OPEN) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
-            add = foreign_keys.nearest(key, dict(values.walk(config.unresolved(cfg))))
+            add = foreign_keys.nearest(key, dict(config.walk(config.unresolved(cfg))))
             if changes and group in _OPEN:
                 add = f" To add it, type +{override}.{add}"
             problems.append(

@@ -29,6 +29,7 @@ from armature.config import (
     Seed,
     Word,
     unresolved,
+    walk,
 )
 from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
@@ -581,18 +582,3 @@ def _leaf(path: str) -> str:
 def is_secret(name: str) -> bool:
     """Return whether a key's name says that its value is secret."""
     return _SECRET.search(name) is not None and _PLAIN_KEY.search(name) is None
-
-
-def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full key and the value of every entry, in mappings and lists at any depth."""
-    items = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else ()
-    )
-    for key, value in items:
-        path = f"{prefix.rstrip('.')}[{key}]" if isinstance(node, list) else f"{prefix}{key}"
-        yield path, value
-        yield from walk(value, f"{path}.")
