@@ -122,8 +122,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     except ConfigError as error:  # such as that of a search, whose cause says less
         refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
-        print(masked(str(error)), file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
             raise
@@ -202,8 +201,7 @@ def _run_task(task: Task, cfg: DictConfig) -> float | None:
             raise
         if sweep and error.run_name is not None:
             error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
-        print(masked(str(error)), file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
     except Exception:
         if full_error:
             raise
@@ -243,6 +241,11 @@ class Refused(SystemExit):
     def __init__(self, problems: list[str]) -> None:
         super().__init__(EXIT_CONFIG)
         self.problems = problems
+
+
+def _end(error: RunFailed) -> NoReturn:
+    print(masked(str(error)), file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 def refuse(problems: list[str]) -> NoReturn:
