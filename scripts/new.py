@@ -22,21 +22,6 @@ from armature.project import IMPORTED, PACKAGE, ROOT, SHIPPED
 sys.path[:0] = IMPORTED  # where a name could be taken
 
 GROUPS = ("model", "data", "task", "experiment")
-VALUES = (
-    "null",
-    "true",
-    "false",
-    "yes",
-    "no",
-    "on",
-    "off",
-    "y",
-    "n",
-    "nan",
-    "inf",
-    "none",
-    "default",
-)
 TEST = '''\
 """The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
@@ -160,8 +145,6 @@ def name_problems(name: str, root: Path) -> list[str]:
         return [
             f"NAME={name}: must be a name that Python can import: {form}. Type make new NAME=moons."
         ]
-    if name in VALUES:
-        return [f"NAME={name}: experiment={name} would be read as a value. Type another name."]
     made = [root / "src" / name, *(root / "configs" / group / f"{name}.yaml" for group in GROUPS)]
     made += [root / "tests" / f"test_{name}.py", *(root / "tests").glob(f"*/test_{name}.py")]
     made += [root] * (root != ROOT)

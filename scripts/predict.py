@@ -12,7 +12,6 @@ and its samples. Type +callbacks.NAME={_target_:…} for another, '~callbacks.NA
 """
 
 import argparse
-import errno
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from armature.launcher import rank as launched
 
 # set for the processes that this script starts: RANK/CHECKPOINT/FOLDER
 SHARE = "ARMATURE_PREDICT_SHARE"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHUTDOWN_SECONDS = 10
 
 
@@ -45,13 +43,6 @@ def main() -> None:
         run(args, out=args.out)
     except ConfigError as error:
         cli.refuse(error.problems)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        cli.refuse([
-            f"out={args.out}: {error.strerror}. No file was written. Free some space, or name a "
-            "file on another disk."
-        ])  # fmt: skip
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -29,7 +29,6 @@ def test_it_copies_every_file_of_the_example_under_the_name():
         "a word of Python": ("class", "must be a name that Python can import"),
         "no identifier": ("my-moons", "must be a name that Python can import"),
         "capitals": ("Moons", "must be a name that Python can import"),
-        "a value": ("null", "would be read as a value"),
         "ours": ("example", "src/example, configs/model/example.yaml, .* exists already"),
         "a config of ours": ("digits", "configs/data/digits.yaml, .* exists already"),
         "a test of ours": ("muon", "tests/optim/test_muon.py exists already"),
