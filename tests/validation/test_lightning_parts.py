@@ -28,7 +28,7 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
         "find_spec",
         lambda name: None if "ml" in name else usual(name),
     )
-    problems = lightning_parts.logger_problems(composed("logger=[csv,mlflow,comet]"))
+    problems = lightning_parts.package_problems(composed("logger=[csv,mlflow,comet]"))
     assert problems == [
         "logger.mlflow: mlflow is not installed. Type pip install mlflow, or another logger.",
         "logger.comet: comet_ml is not installed. Type pip install comet-ml, or another logger.",
@@ -38,13 +38,13 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
 def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
     monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: name)
     words = ["logger=wandb", "logger.wandb.log_model=all"]
-    (problem,) = lightning_parts.logger_problems(composed(*words))
+    (problem,) = lightning_parts.package_problems(composed(*words))
     assert problem.startswith(
         "logger.wandb.log_model=all: it uploads the files of Lightning's ModelCheckpoint"
     )
-    assert lightning_parts.logger_problems(composed("logger=wandb")) == []
+    assert lightning_parts.package_problems(composed("logger=wandb")) == []
     files = "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint"
-    assert lightning_parts.logger_problems(composed(*words, files)) == []
+    assert lightning_parts.package_problems(composed(*words, files)) == []
 
 
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):

@@ -7,7 +7,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from armature.layout import STRATEGIES
-from armature.validation import checks
 
 RECOMPUTE = ("none", "selective", "every")
 LONGEST = 8  # ranks along a tensor, context or pipe axis
@@ -115,13 +114,3 @@ def applied(cfg: DictConfig, choice: Choice, *, devices: int, num_nodes: int) ->
     OmegaConf.update(changed, "strategy", {**kept, **choice.strategy}, merge=False)
     changed.trainer.devices, changed.trainer.num_nodes = devices, num_nodes
     return changed
-
-
-def refusals(cfg: DictConfig) -> list[str]:
-    """Return why a configuration's layout cannot run; [] if it can.
-
-    DeepSpeed need not be installed here.
-    """
-    return [
-        each for each in checks.layout_problems(cfg) if "deepspeed is not installed" not in each
-    ]

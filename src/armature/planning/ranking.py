@@ -17,6 +17,7 @@ from armature.planning.auto import HEADROOM, WIDE_BLOCK
 from armature.planning.devices import Device
 from armature.planning.layouts import Choice
 from armature.planning.setup import Setup, setup_of
+from armature.validation import checks
 
 log = logging.getLogger(__name__)
 # samples per rank that are tried
@@ -193,7 +194,7 @@ def _best(cfg: DictConfig, device: Device, choice: Choice, *, fixed: Fixed) -> C
         for number in pieces
         if share % micro == 0 and micro % number == 0
     ] or [setup]
-    refusals = layouts.refusals(cfg)
+    refusals = checks.layout_problems(cfg)
     candidates = [
         Candidate(
             choice=choice,

@@ -145,7 +145,7 @@ def _own_problems(cfg: DictConfig) -> list[str]:
     """Return what is wrong with what needs no class: loggers, folders and `resume`."""
     return [
         *_logger_problems(cfg),
-        *lightning_parts.logger_problems(cfg),
+        *lightning_parts.package_problems(cfg),
         *_name_problems(cfg.run.name),
         *_folder_problems("run.root", cfg.run.root),
         *_folder_problems("checkpoint.root", cfg.checkpoint.root),

@@ -779,11 +779,6 @@ def problems(cfg: Mapping[str, Any], layout: Layout, **found: Any) -> list[str]:
             f"strategy=single is one process, but there are {layout.world_size}. Type "
             "strategy=ddp, or trainer.devices=1."
         ]
-    if layout.kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return [
-            "strategy=deepspeed: the package deepspeed is not installed. Type make setup "
-            "EXTRAS=deepspeed, or strategy=fsdp."
-        ]
     run = Run(cfg, layout, **found)
     return [
         *_unsupported(run),

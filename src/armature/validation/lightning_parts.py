@@ -14,7 +14,8 @@ from armature.validation import signatures
 log = logging.getLogger(__name__)
 
 UPLOADS = ("WandbLogger", "MLFlowLogger")  # with log_model they upload what ModelCheckpoint saves
-PACKAGES = {  # module that a logger of Lightning's imports
+PACKAGES = {  # module that a logger of Lightning's, or a strategy, imports
+    "DeepSpeed": "deepspeed",
     "WandbLogger": "wandb",
     "MLFlowLogger": "mlflow",
     "CometLogger": "comet_ml",
@@ -53,14 +54,15 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     return found
 
 
-def logger_problems(cfg: DictConfig) -> list[str]:
-    """Return the loggers whose package is missing, or which would upload nothing. No class is
-    imported.
+def package_problems(cfg: DictConfig) -> list[str]:
+    """Return the loggers and the strategy whose package is missing, and loggers that would upload
+    nothing. No class is imported.
     """
+    strategy = ("strategy", str(OmegaConf.select(cfg, "strategy._target_")))
     missing = [
         f"{key}: {module} is not installed. Type pip install {module.replace('_', '-')}, or "
-        "another logger."
-        for key, target in signatures.targets_in(cfg, "logger")
+        f"another {key.partition('.')[0]}."
+        for key, target in [*signatures.targets_in(cfg, "logger"), strategy]
         if (module := PACKAGES.get(target.rpartition(".")[2]))
         and importlib.util.find_spec(module) is None
     ]
