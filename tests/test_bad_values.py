@@ -283,7 +283,6 @@ def test_a_stranger_s_run_allows_no_packages(tmp_path):
     ("typed", "says"),
     [
         ("trainer.limit_val_batches=0", "checkpoint.monitor=val/loss is never known"),
-        ("trainer.limit_val_batches=0", "Type trainer.limit_val_batches=null"),
         ("checkpoint.monitor=val/perplexity", "Type checkpoint.mode=max if its highest is"),
     ],
 )

@@ -262,7 +262,8 @@ RULES: dict[str, Rules] = {
             # a class that takes fold alone counts its folds itself
             lambda r: (
                 not r["data.folds"]
-                and signatures.parameters_of(r["data._target_"]).keys() & batching.FOLD_KEYS
+                and signatures.signature_at(r["data._target_"]).parameters.keys()
+                & batching.FOLD_KEYS
                 != {"fold"}
             ),
             f": of how many? Type data.folds=5, {_FOLDS}",

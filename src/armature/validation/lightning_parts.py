@@ -45,7 +45,7 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
         if dot and group in unread:
             own = (f"task.{each}" for each in (key, name))
             has = [each for each in own if OmegaConf.select(cfg, each) is not None]
-            takes = [f"+task.{name}"] * (name in signatures.parameters_of(target))
+            takes = [f"+task.{name}"] * (name in signatures.signature_at(target).parameters)
             found += [
                 f"{override}: this has no effect, since {target} does not use the group {group}. "
                 f"Type {each}={value}."

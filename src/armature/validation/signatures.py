@@ -348,11 +348,6 @@ def signature_at(target: str) -> Signature:
     return signature_of(definition) if definition is not None else Signature()
 
 
-def parameters_of(target: str) -> dict[str, Any]:
-    """Return the type of each argument of what `target` names."""
-    return signature_at(target).parameters
-
-
 def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of what `target` names, as far as YAML can hold them, else None."""
     defaults = signature_at(target).defaults
