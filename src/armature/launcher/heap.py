@@ -15,14 +15,14 @@ import sys
 # glibc 2.35 asks for transparent huge pages; earlier versions ignore it
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 MIB = 1 << 20
-SETTINGS = (  # of mallopt: the number of a parameter, and its value
-    # bytes from which a block is a mapping of its own: the highest that glibc before 2.35 takes,
-    # and the highest of all
-    (-3, 32 * MIB),
-    (-3, 2**31 - 1),
-    (-1, -1),  # bytes free at the heap's end from which they are returned: never
-    (-2, 64 * MIB),  # bytes by which the heap grows beyond what is needed
-)
+SETTINGS = {  # by variable: the number of mallopt's parameter, and its value
+    # bytes from which a block is a mapping of its own: mallopt's maximum
+    "MALLOC_MMAP_THRESHOLD_": (-3, 2**31 - 1),
+    # bytes free at the heap's end from which they are returned: never
+    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
+    "MALLOC_TOP_PAD_": (-2, 64 * MIB),  # bytes by which the heap grows beyond what is needed
+}
+OLD_MMAP_LIMIT = (-3, 32 * MIB)  # the highest that glibc before 2.35 takes
 
 
 def keep_freed_memory(accelerator: str) -> None:
@@ -30,7 +30,7 @@ def keep_freed_memory(accelerator: str) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is None or not _may_set(accelerator):
         return
-    for number, value in SETTINGS:
+    for number, value in (OLD_MMAP_LIMIT, *SETTINGS.values()):
         mallopt(number, value)
 
 
