@@ -147,3 +147,17 @@ def divided(kept: list[Any]) -> None:
 def test_a_weight_that_something_keeps_beside_the_module_is_named(build: Any, name: str) -> None:
     with pytest.raises(RuntimeError, match=f"{name}: an attribute, closure or callback"):
         on_ranks(build, [], ranks=2)
+
+
+def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3, bias=False)
+    handle = model.weight.register_hook(lambda grad: grad * 0.5)
+    initialization.materialize(model, device=torch.device("cpu"))
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad[0, 0] == 0.5
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad[0, 0] == 1.0

@@ -56,6 +56,10 @@ def materialize(module: nn.Module, *, device: torch.device, offloads: bool = Fal
         module._apply(placed)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
+    for param in module.parameters():
+        if param._backward_hooks:
+            # registers them anew: torch's own record stayed behind
+            param._backward_hooks = param._backward_hooks
     return meta_names
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -111,12 +111,52 @@ def _replicate(op: Any, tensor: Tensor, mesh: DeviceMesh) -> Any:
     return _torchs(op, tensor, mesh)
 
 
-def _refuse(part: DTensor) -> NoReturn:
+def refuse_pickled_states(module: nn.Module, *, gathers: bool = False) -> None:
+    """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank
+    has plain tensors.
+
+    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between
+    steps. A part without weights, such as a metric, is whole.
+
+    Args:
+        gathers: weights are whole at times, as within ZeRO-3's GatheredParameters; then nothing is
+            refused.
+    """
+    for part in module.modules():
+        if next(part.parameters(), None) is not None:
+            part.register_state_dict_post_hook(_mark_unless_whole if gathers else _mark)
+
+
+def _mark_unless_whole(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    if any(
+        param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()
+    ):
+        _mark(module, state_dict, prefix, local_metadata)
+
+
+def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
+
+
+class _OfOneRank:
+    def __deepcopy__(self, memo: Any) -> "_OfOneRank":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self, protocol)
+
+
+def _refuse(part: DTensor | _OfOneRank, protocol: Any = None) -> NoReturn:
+    what = (
+        f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
+    )
     raise ConfigError(
-        f"{place_of_call() or 'torch.save'}: a tensor of size {tuple(part.shape)} is sharded over "
-        "ranks, and a file or pickle would hold this rank's part of it. On all ranks, type weights "
-        '= armature.full_state_dict(self), with prefix="net." for the weights of self.net, and '
-        "save these on rank 0; or write the file on rank 0 within `with "
-        'armature.whole_weights(self):`; or trainer.save_checkpoint("x.ckpt"). The run\'s own '
-        "checkpoints hold everything: armature.load and scripts/convert.py read them."
+        f"{place_of_call() or 'torch.save'}: {what} is sharded over ranks, and a file or pickle "
+        "would hold this rank's part of it. On all ranks, type weights = "
+        'armature.full_state_dict(self), with prefix="net." for the weights of self.net, and save '
+        "these on rank 0; or write the file on rank 0 within `with armature.whole_weights(self):`; "
+        'or trainer.save_checkpoint("x.ckpt"). The run\'s own checkpoints hold everything: '
+        "armature.load and scripts/convert.py read them."
     )

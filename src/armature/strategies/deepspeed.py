@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
-from armature.parallel import units
+from armature.parallel import sharded, units
 from armature.parallel.whole_weights import set_full
 from armature.strategies.base import StrategyMixin
 from armature.strategies.gradients import StepPrecision
@@ -159,6 +159,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         super().build_once()
         if built:
             self.return_to_device()  # the weights that stage 3 keeps whole
+        elif self.zero_stage_3:
+            sharded.refuse_pickled_states(self.module, gathers=True)
 
     @property
     @override

@@ -296,6 +296,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # sharded weights take over attributes, such as `_no_weight_decay` (S4, Mamba)
         for name, param in module.named_parameters(remove_duplicate=False):
             vars(param).update({**attributes.get(name, {}), **vars(param)})
+        if self.sizes["pipe"] > 1:
+            for _, model in models:
+                sharded.refuse_pickled_states(model)
         self._replicate_others(
             module, {param for _, model in models for param in model.parameters()}
         )
