@@ -24,6 +24,7 @@ from armature.checkpoint import (
     directory,
     huggingface,
     lightning_file,
+    plain,
     resume,
     state,
     storage,
@@ -284,6 +285,7 @@ def _read(
         vars(task)["_armature_averaged"] = bool(found)
     if not is_file:
         state.resize_buffers(checkpoint, task)
+    plain.remake(task, saved)
     task.on_load_checkpoint(saved)
     weights = saved["state_dict"]
     lacking = set()

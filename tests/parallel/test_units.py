@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armature.models.plan import Plan
-from armature.parallel import units
+from armature.parallel import initialization, units
 from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import DECODER, on_ranks
 

@@ -131,6 +131,18 @@ class Keeps(L.Callback):
         return self.value
 
 
+class Puts(Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.got = value, None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = self.value
+
+    def on_load_checkpoint(self, checkpoint):
+        self.got = checkpoint["mine"]
+
+
 AS_THEY_ARE = (
     collections.Counter("aab"), {(1, 2): {3}}, torch.bfloat16, torch.device("cpu"), 2**100, None,
     1 + 2j,
@@ -177,6 +189,15 @@ def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, valu
     ):
         saved_by(tmp_path, Module(), Keeps({"deep": [0, value]}))
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_what_a_modules_hook_gives_and_cannot_be_plain_comes_from_the_hook_again(tmp_path, caplog):
+    plain._warn_once.cache_clear()
+    saved = saved_by(tmp_path, Puts({"make": nn.Linear}))
+    assert "checkpoint['mine']['make'] is a type, which no checkpoint can hold" in caplog.text
+    again = Puts({"make": nn.Conv2d})
+    fit(tmp_path, again, ckpt=saved, max_steps=3)
+    assert again.got == {"make": nn.Conv2d}
 
 
 # ---------------------------------------------------------------- what is changed on loading

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.errors import ConfigError
 from armature.training.errors import refusal_of
 from armature.training.process import quiet
 from tests.trainers import quiet_trainer
@@ -30,6 +31,11 @@ def fit(**methods):
     trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
 
 
+def by_hand(self):
+    Mine.__init__(self)
+    self.automatic_optimization = False
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
@@ -48,3 +54,12 @@ def test_what_lightning_refuses_is_one_message(methods, message):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         fit(**methods)
     assert message in str(refusal_of(caught.value, Mine()))
+
+
+def test_automatic_optimization_needs_an_optimizer():
+    with pytest.raises(ConfigError, match=r"Mine.configure_optimizers returned no optimizer"):
+        fit(configure_optimizers=lambda s: [])
+
+
+def test_a_module_that_trains_by_hand_may_have_no_optimizer():
+    fit(__init__=by_hand, configure_optimizers=lambda s: [])

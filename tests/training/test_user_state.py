@@ -80,6 +80,7 @@ def trainer_of(module: Any, *callbacks: Any) -> Any:
         optimizers=[Slow(module.parameters())],
         datamodule=NumbersData(),
         lr_scheduler_configs=[],
+        gradient_clip_val=1.0,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
 
@@ -99,6 +100,7 @@ def change(trainer: Any) -> None:
     module.python.random()
     module.array += 1
     module.net[1].rng.random()
+    module.net[2].p = 0.3
     module.net[2].eval()
     module.net[0].weight.requires_grad = False
     module.table += 2
@@ -111,6 +113,7 @@ def change(trainer: Any) -> None:
     optimizer.steps += 2
     optimizer.param_groups[0]["lr"] = 0.2
     trainer.datamodule.difficulty = 3
+    trainer.gradient_clip_val = 0.5
 
 
 def values(trainer: Any) -> list[Any]:
@@ -118,10 +121,10 @@ def values(trainer: Any) -> list[Any]:
     return [
         module.norms, module.seen, module.best, module.queue, module.color, module.folder,
         module.net[2].training, module.net[0].weight.requires_grad,
-        module.array.tolist(), module.table.tolist(), module.score, module.replay,
+        module.array.tolist(), module.net[2].p, module.table.tolist(), module.score, module.replay,
         module.criterion.center.tolist(), module.meter, module.points.tensors, module.new,
         callback.bad, callback.mean.compute(),
-        optimizer.steps, trainer.datamodule.difficulty,
+        optimizer.steps, trainer.datamodule.difficulty, trainer.gradient_clip_val,
         module.python.random(), module.net[1].rng.random(),
         torch.rand(1, generator=module.generator),
     ]  # fmt: skip

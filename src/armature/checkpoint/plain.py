@@ -12,17 +12,19 @@ import functools
 import logging
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from armature.checkpoint import directory
 from armature.errors import MASK, ConfigError
 from armature.validation import values
 
@@ -51,6 +53,8 @@ _FACTORIES = {
     kind.__name__: kind
     for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
 }
+# names of entries that a module's hook gives and no checkpoint can hold
+REMADE = f"{directory.RESERVED}remade"
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # classes, which loading would have to import
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")
@@ -170,15 +174,18 @@ def _plain_key(key: Any, path: str) -> Any:
     return made
 
 
-def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def plain_checkpoint(
+    checkpoint: Mapping[str, Any], *, module: L.LightningModule | None = None
+) -> dict[str, Any]:
     """Return a checkpoint's entries made plain.
 
     Hyperparameters that cannot be made plain, such as the factories that a task's constructor
-    takes, are left out with one warning, and secret ones are masked. Anything else raises a
-    ConfigError that names the keys.
+    takes, are left out with one warning, and secret ones are masked; so is what the hook
+    `on_save_checkpoint` of the `module` gives, often such factories, too: see `remake`. Anything
+    else raises a ConfigError that names the keys.
     """
     result: dict[str, Any] = {}
-    problems: list[str] = []
+    failed: dict[str, NotPlain] = {}
     for key, value in checkpoint.items():
         if key in _HYPER_PARAMETER_TYPES:
             continue
@@ -186,10 +193,44 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             made = _plain_hyper_parameters if key in HYPER_PARAMETERS else plain
             result[key] = made(value, f"[{key!r}]")
         except NotPlain as error:
-            problems.append(problem(f"checkpoint{error.path}", error.type))
-    if problems:
+            failed[key] = error
+    given = _of_hook(module, checkpoint, without=failed) if module and failed else {}
+    if problems := [
+        problem(f"checkpoint{error.path}", error.type)
+        for key, error in failed.items()
+        if key not in given
+    ]:
         raise ConfigError(problems)
-    return result
+    for key, error in failed.items():
+        _warn_once(
+            f"checkpoint{error.path} is a {error.type}, which no checkpoint can hold: loading it "
+            f"would run code. A resume takes checkpoint['{key}'] from on_save_checkpoint of the "
+            "module that it builds. If training changes it, put numbers, text, lists, dicts or "
+            "tensors there instead."
+        )
+    return result | ({REMADE: [*failed]} if failed else {})
+
+
+def _of_hook(
+    module: L.LightningModule, checkpoint: Mapping[str, Any], *, without: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return a checkpoint as the module's hook makes it of the other entries."""
+    given = {k: {**v} if isinstance(v, dict) else v for k, v in checkpoint.items()}
+    for key in without:
+        del given[key]
+    given |= {"state_dict": module.state_dict()}
+    given.setdefault("hyper_parameters", {**module.hparams})
+    module.on_save_checkpoint(given)
+    return given
+
+
+def remake(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Put the entries into a loaded checkpoint that could not be saved, as the hook of the module
+    that was built anew gives them.
+    """
+    if names := checkpoint.pop(REMADE, ()):
+        given = _of_hook(module, checkpoint)
+        checkpoint |= {name: given[name] for name in names if name in given}
 
 
 def problem(place: str, kind: str) -> str:

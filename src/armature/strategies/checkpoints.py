@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -147,7 +148,7 @@ class CheckpointMixin(LayoutMixin):
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
-        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint)
+        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint, self.module)
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             self._save_file(path, checkpoint, meta, tensors)
             return
@@ -237,6 +238,7 @@ class CheckpointMixin(LayoutMixin):
         second copy.
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
+        plain.remake(self.module, checkpoint)
         self.before_loading(checkpoint)
         return checkpoint
 
@@ -331,6 +333,7 @@ class CheckpointMixin(LayoutMixin):
         """
         if directory.is_file(path):
             checkpoint = lightning_file.read(path)
+            plain.remake(self.module, checkpoint)
             self.module.on_load_checkpoint(checkpoint)
             weights, strict = checkpoint["state_dict"], self.module.strict_loading
         else:
@@ -345,7 +348,9 @@ class CheckpointMixin(LayoutMixin):
         )
 
 
-def _parts_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parts_of(
+    checkpoint: dict[str, Any], module: L.LightningModule
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return Lightning's entries made plain, with what modules keep beside tensors, and the
     weights.
     """
@@ -361,7 +366,7 @@ def _parts_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if others := {name: value for name, value in weights.items() if name not in tensors}:
         rest[state.OTHER] = others
-    return plain.plain_checkpoint(rest), tensors
+    return plain.plain_checkpoint(rest, module=module), tensors
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

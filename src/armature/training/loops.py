@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from armature.errors import end_of_data
+from armature.errors import ConfigError, end_of_data
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, run_hooks, stopped_validation
 from armature.training.progress import feed_of
@@ -229,6 +229,13 @@ class FitLoop(_FitLoop):
 
     @override
     def run(self) -> None:
+        module = self.trainer.lightning_module
+        if module.automatic_optimization and not self.trainer.optimizers:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers returned no optimizer. Return one; "
+                "or, if training_step calls optimizers or none, set self.automatic_optimization = "
+                "False in __init__."
+            )
         self._count_frequencies_in_global_batches()
         # a module's configure_optimizers may have done it before, for the number of steps
         self.setup_data()

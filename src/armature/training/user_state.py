@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,6 +45,10 @@ _MOST_ITEMS = 1_000  # objects of a container that are looked at: a dataset may 
 _LOOKED_AT = 10_000  # of the numbers of a larger array
 _FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
+# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
+# saved last
+OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
+_OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
 # to look into costs no time, and no file
 _BUILT_IN = (dict, UserDict, MappingProxyType, list, tuple, set, frozenset, deque)
 _CONTAINERS = (Mapping, *_BUILT_IN)
@@ -219,7 +224,12 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
     seen |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
     numbers: Counter[str] = Counter()
     for path, owner, names in roots:
-        if _package(owner) not in _FRAMEWORKS:
+        if isinstance(owner, ModelCheckpoint):
+            yield _Owner(owner.state_key, vars(owner), lambda n, v: n in OF_MODEL_CHECKPOINT)
+        if isinstance(owner, nn.Module) and _package(owner) == "torch":
+            # such as a dropout's rate
+            yield _Owner(path, vars(owner), lambda n, v: type(v) in (int, float) and n[0] != "_")
+        elif _package(owner) not in _FRAMEWORKS:
             if path in ("callback", "optimizer"):
                 path = f"{path}.{type(owner).__name__}"
                 numbers[path] += 1
@@ -230,6 +240,7 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
             yield _Owner(f"{path}.requires_grad", _Trained(owner), lambda name, value: True)
             unsaved = owner._non_persistent_buffers_set
             yield _Owner(f"{path}.buffers", owner._buffers, lambda n, v, names=unsaved: n in names)
+    yield _Owner("trainer", vars(trainer), lambda name, value: name in _OF_TRAINER)
 
 
 def _nested(
