@@ -96,6 +96,12 @@ class Away(CSVLogger):
         raise ConnectionError("no answer")
 
 
+class Unreachable(CSVLogger):
+    @property
+    def experiment(self):
+        raise ConnectionError("no route")
+
+
 def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
     ended = forks.train(
         *COMMAND,
@@ -151,6 +157,13 @@ def test_a_service_that_is_away_ends_no_run_of_two_ranks(forks):
     )
     assert "Away failed in log_metrics (no answer). The run continues" in ended.output
     assert (forks.cwd / "outputs" / "d" / "summary.json").exists()
+
+
+def test_a_service_that_cannot_be_opened_is_one_line(forks):
+    away = "+logger.away={_target_:tests.test_lightning_surface.Unreachable,save_dir:.}"
+    ended = forks.train(*COMMAND, "run.name=e", away, "trainer.devices=2", ranks=2, expect=2)
+    assert "logger: Unreachable could not be opened (no route). Correct its group" in ended.output
+    assert "Traceback" not in ended.output
 
 
 ON_EXCEPTION = (

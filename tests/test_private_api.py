@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from armature.training import user_state
 from tests import needs
 from tests.finetune import extras
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
+CALLBACKS = "lightning.pytorch.callbacks"
 LOOPS = "lightning.pytorch.loops"
 CONNECTORS = "lightning.pytorch.trainer.connectors.logger_connector"
 EPOCH = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
@@ -75,6 +77,10 @@ TABLE: list[tuple[Any, ...]] = [
     (EPOCH, "_batches_that_stepped"),
     (EPOCH, "_is_training_done"),
     (EPOCH, "_results"),
+    *(
+        (f"{CALLBACKS}.model_checkpoint:ModelCheckpoint", name)
+        for name in user_state.OF_MODEL_CHECKPOINT
+    ),
     (EPOCH, "batch_progress"),
     (EPOCH, "automatic_optimization"),
     (EPOCH, "val_loop"),
