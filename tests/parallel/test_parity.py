@@ -138,7 +138,7 @@ VARIANTS = {  # layouts, and what is changed of the model and of how it is train
         {},
     ),
     "Muon": (
-        [LAYOUTS["fsdp 2 × tensor 2"]],
+        [DDP, FSDP, LAYOUTS["fsdp 2 × tensor 2"]],
         {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}},
     ),
 }
