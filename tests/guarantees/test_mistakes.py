@@ -32,12 +32,12 @@ SEVERAL = {
             "model.width=wide",
             "+callbacks.x._target_=lightning.pytorch.callbacks.EarlyStoping",
         ],
-        ["optimizer.lr=-1", "model.width='wide'", "callbacks.EarlyStoping"],
+        ["optimizer.lr=-1", "model.width=wide", "callbacks.EarlyStoping"],
         {"transformers", "deepspeed"},
     ),
     "combinations": (
-        ["experiment=example", "strategy=tensor", "trainer.devices=3", "model.layers=0"],
-        ["model.layers", "strategy.tensor=3 does not divide model.width=32"],
+        ["strategy=tensor", "trainer.devices=3", "model.heads=5"],
+        ["model.heads=5 does not divide model.width=256", "strategy.tensor=3 does not divide"],
         {"transformers", "deepspeed"},
     ),
 }

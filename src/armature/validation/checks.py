@@ -37,7 +37,7 @@ from armature.validation.composing import instantiate
 MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 CLASSES = (*OF_ONE_CLASS, *OPEN)
 # keys that decide the layout
-OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.", "model.")
+OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.")
 # by `_target_`: what looks for data.path without torch, in data modules that have no source
 _FIND = {
     "armature.data.table.TableData": sources.find,
@@ -120,13 +120,14 @@ def _checked(
     if complete:
         cfg = decide(cfg)
         problems += _loader_problems(cfg)
-        if not any(key.startswith("model.") for key in wrong):
-            problems += _model_problems(cfg)
+        sizes = [values.select(plain(cfg), key) for key in wrong if key.startswith("model.")]
+        problems += [] if sizes else _model_problems(cfg)
         if not problems:
             cfg, chosen = auto.decide(
                 cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems
             )
-        if not any(key.startswith(OF_LAYOUT) for key in wrong):
+        is_known = not any(key.startswith(OF_LAYOUT) for key in wrong)
+        if is_known and all(isinstance(size, int | float) for size in sizes):
             problems += layout_problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg), overrides)
         lightning_parts.warn_of_unused_groups(cfg)
