@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
+from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from tests.data import feeding
 
@@ -121,6 +122,19 @@ def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
         module, *_ = fit(tmp_path, data=data, steps=13)
         assert (len(module.steps), module.validated) == (13, [])
         assert caplog.text.count("has no samples for val") == 1
+
+
+def test_data_that_grow_while_training_are_refused():
+    feed = fed(NumbersData(size=24))
+    loader = feed.train_loader()
+    assert len(list(loader)) == 6
+    loader.dataset.size += 8  # pyright: ignore[reportAttributeAccessIssue]
+    feed.samples_seen = 4
+    with pytest.raises(
+        ConfigError,
+        match=r"24 training samples when the run began, and there are 32 now\. .* known\[",
+    ):
+        feed.train_loader()
 
 
 def test_another_number_of_samples_or_seed_on_resume_is_reported(caplog):

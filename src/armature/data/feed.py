@@ -96,6 +96,8 @@ class Feed(L.Callback):
         self._fold = None if fold is None or folds is None else (fold, folds)
         # parts (start, length) of the order of samples, by step: those of steps that are made
         self._skipped: dict[int, tuple[int, int]] = {}
+        # training samples, before hooks could change the dataset
+        self._first_size: int | None = None
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
         self._read: ReadLoader | None = None  # the training loader
         # by split and id of a loader: it, and what has taken its place. A fold is of train's
@@ -212,11 +214,23 @@ class Feed(L.Callback):
     # ------------------------------------------------------------ the position
     @property
     def train_size(self) -> int:
-        """Samples per epoch (N): with a limit, those of the first batches of each epoch's order."""
+        """Samples per epoch (N): with a limit, those of the first batches of each epoch's order.
+
+        Raises:
+            ConfigError: the number of samples has changed since it was first asked for.
+        """
         if not (size := self._train_samples):
             raise ConfigError(
                 f"data: {self._name} has no training samples: its dataset is empty, or all of it "
                 "is held out."
+            )
+        self._first_size = self._first_size or size
+        if size != self._first_size:
+            raise ConfigError(
+                f"data: there were {self._first_size} training samples when the run began, and "
+                f"there are {size} now. Steps and positions count by their number, so it must "
+                "stay. Let the dataset have one length from the start, and return a sample that it "
+                "knows at each index: known[index % len(known)]."
             )
         return self._limited("train", size, self.global_batch_size)
 
