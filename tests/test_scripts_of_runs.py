@@ -34,5 +34,5 @@ def test_keys_that_only_a_training_reads_are_refused(
 
 def test_weights_of_other_sizes_are_named():
     saved, model = torch.nn.Linear(2, 3), torch.nn.Linear(4, 3)
-    with pytest.raises(ConfigError, match=r"(?s)x\.ckpt does not fit.* size mismatch for weight"):
+    with pytest.raises(ConfigError, match=r"(?s)x\.ckpt does not fit.*size mismatch for weight"):
         state.load_tensors_of(Path("x.ckpt"), model, saved.state_dict())
