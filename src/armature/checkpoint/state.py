@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from armature.checkpoint import directory, plain, resume, storage
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 from armature.parallel import process_group, whole_weights
 
 OPTIMIZER = "optimizer_states"  # in Lightning's checkpoint
@@ -174,7 +174,8 @@ def load_tensors_of(
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(
-            f"{source} does not fit the model: give it the sizes that it was trained with. {error}"
+            f"{source} does not fit the model: {error_line(error)} Give it the sizes that it was "
+            "trained with."
         ) from None
     if strict and not decides:
         _check_names(source, [name for name in missing if not may_lack(name)], surplus)
