@@ -353,15 +353,19 @@ def _check_left_behind(
     """
     own = {None, *model.parameters()}
     if not all(held() in own for held in before.values()):
+        # a constructor's frame, which save_hyperparameters leaves in a cycle, may hold the variable
+        # of a loop over weights; the worker has frozen it
+        gc.unfreeze()
         gc.collect()
-    if kept := [name for name, held in before.items() if held() not in own]:
-        raise ConfigError(
-            f"{prefix}{kept[0]}: an attribute, closure or callback keeps this weight as it was "
-            "before it was sharded. What is read there stays as it is, and what is written is "
-            "lost. Take weights from self.parameters() in configure_optimizers, on_fit_start or "
-            "later; or type a larger strategy.min_num_params, below which weights stay whole, or "
-            "strategy=ddp."
-        )
+    for name, held in before.items():
+        if held() not in own:
+            raise ConfigError(
+                f"{prefix}{name}: an attribute, closure or callback keeps this weight as it was "
+                "before it was sharded. What is read there stays as it is, and what is written is "
+                "lost. Take weights from self.parameters() in configure_optimizers, on_fit_start "
+                "or later; or type a larger strategy.min_num_params, below which weights stay "
+                "whole, or strategy=ddp."
+            )
 
 
 def _warn_if_whole(
