@@ -86,6 +86,13 @@ class Watched(Images):
         return self.net(batch["inputs"])
 
 
+class FirstWeights(L.Callback):
+    """Writes the weights with which training begins."""
+
+    def on_train_start(self, trainer, pl_module):
+        torch.save(pl_module.net.state_dict(), Path(trainer.default_root_dir) / "first.pt")
+
+
 class Away(CSVLogger):
     """Its service does not answer."""
 
@@ -179,6 +186,19 @@ def test_an_error_on_one_rank_ends_a_run_that_would_save_then(forks):
     assert "on_exception.ckpt is not saved after an error: that needs all 2 ranks" in shown
     assert "ValueError: the user's own error" in shown
     assert not (forks.cwd / "saved").exists()
+
+
+def test_a_run_begins_with_its_own_weights_beside_another_s_file(forks):
+    first = "+callbacks.first={_target_:tests.test_lightning_surface.FirstWeights}"
+    failing = "task._target_=tests.test_lightning_surface.Failing"
+    forks.train(*COMMAND, failing, "run.name=g", ON_EXCEPTION, first, expect=1)
+    assert (forks.cwd / "saved" / "on_exception.ckpt").exists()  # of a run of one process
+    ended = forks.train(*COMMAND, "run.name=h", ON_EXCEPTION, first)
+    assert "without a model" not in ended.output
+    begun, expected = (torch.load(forks.cwd / "outputs" / name / "first.pt") for name in ("h", "g"))
+    assert begun.keys() == expected.keys()
+    for name, weight in begun.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 class EndsWithOthers(L.Callback):

@@ -91,6 +91,17 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     assert steps(log) == [1, 2]
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe1\0,\0", b"step;loss\r\n1;2\r\n"])
+def test_a_file_that_is_no_table_of_steps_is_put_aside(content, tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.file.write_bytes(content)
+    log.resume_from(4)
+    write(log, 5, 6)
+    log.flush()
+    assert steps(log) == [5, 6]
+    assert (tmp_path / "metrics.csv.old").read_bytes() == content
+
+
 def test_a_file_that_is_removed_while_a_run_trains_has_the_later_rows(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 4)

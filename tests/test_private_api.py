@@ -116,6 +116,11 @@ TABLE: list[tuple[Any, ...]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
+        "_parse_ckpt_path",
+        ("self", "state_fn", "ckpt_path", "model_provided", "model_connected"),
+    ),
+    (
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         "restore_optimizers_and_schedulers",
         ("self",),
     ),

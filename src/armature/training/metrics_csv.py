@@ -120,6 +120,8 @@ class MetricsCSV(NoLogger):
                 kept.append(row)
         if columns:
             self._rewrite(columns, kept)
+        elif self.file.exists():  # what a spreadsheet or an editor has made of it
+            self.file.replace(f"{self.file}.old")
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

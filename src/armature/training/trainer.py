@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
@@ -27,6 +28,23 @@ class NoSignals:
 
     def teardown(self) -> None:
         """There is nothing to restore."""
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Lightning's, which starts no run from a file that happens to be there.
+
+    Without a checkpoint Lightning starts `fit` from the file of an OnExceptionCheckpoint, or from
+    one that it saved itself under Slurm, whichever run has left it. A run of `train.py` continues
+    from its own checkpoints alone.
+    """
+
+    @override
+    def _parse_ckpt_path(
+        self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+    ) -> Any:
+        if ckpt_path is None and model_provided:
+            return None
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
 
 class LoggerConnector(_LoggerConnector):
@@ -122,6 +140,7 @@ class Trainer(L.Trainer):
         self.fit_loop.epoch_loop = EpochLoop(self, limits, max_global_batches=max_global_batches)
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
+        self._checkpoint_connector = CheckpointConnector(self)
 
     @override
     def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
