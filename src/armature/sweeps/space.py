@@ -62,13 +62,20 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
 
 
 def grid_problems(typed: Sequence[Override]) -> list[str]:
-    """Return the intervals, whose values a grid cannot try one by one."""
-    return [
-        f"{each.input_line}: an interval has no end of values. Type sweep=optuna, which chooses "
-        f"them, or a list, as in {each.get_key_element()}=A,B."
-        for each in typed
-        if isinstance(each.value(), IntervalSweep)
-    ]
+    """Return the values that a grid cannot try one by one: an interval has no end of them, a
+    pattern may have none.
+    """
+    found = []
+    for each in typed:
+        text, instead = str(each.input_line), f"a list, as in {each.get_key_element()}=A,B."
+        if isinstance(each.value(), IntervalSweep):
+            found.append(
+                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, "
+                f"or {instead}"
+            )
+        elif each.is_sweep_override() and next(each.sweep_string_iterator(), None) is None:
+            found.append(f"{text}: it names no value, and there would be no trial. Type {instead}")
+    return found
 
 
 def _typed(value: Any) -> str:
