@@ -150,7 +150,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     callbacks = [
         RecordError(cfg),  # first: it records what any other raises
-        CheckCallbacks(cfg),
+        CheckCallbacks(cfg, task.automatic_optimization, batches.accumulate),
         watchdog,
         fed,
         SaveAssets(fed.assets, directory),

@@ -15,6 +15,7 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     if not directory.is_local(path):  # an object store replaces an object as a whole
         storage.write_plain(path, checkpoint)
         return
+    files.clear_parts(path.parent)  # of a process that was killed while it wrote
     with files.replacing(path) as part:
         storage.write_plain(part, checkpoint)
         if path.is_dir() and not path.is_symlink():

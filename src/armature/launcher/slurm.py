@@ -11,6 +11,7 @@ from armature.errors import ConfigError
 from armature.launcher import environment
 
 log = logging.getLogger(__name__)
+_OF_STEP = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def join(cfg: DictConfig) -> None:
@@ -27,6 +28,13 @@ def join(cfg: DictConfig) -> None:
     environ = os.environ
     if environment.is_joined() or tasks() < 2:
         return
+    # where the ranks meet
+    needed = [*_OF_STEP, *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"])]
+    if lacking := [name for name in needed if not environ.get(name)]:
+        raise ConfigError(
+            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, "
+            "which srun sets: these variables are left from another job. Type unset SLURM_STEP_ID."
+        )
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
     if "," in per_node:
         raise ConfigError(

@@ -1,11 +1,11 @@
 """Work on whole matrices, such as Muon's, shared by the ranks that would otherwise all do the same
 work.
 
-Each rank works on some of the matrices. If every rank holds all of them, it sends its results to
-the others. If they are sharded, one all-to-all gathers each matrix on one rank, and another one
-sends the shards of the results back. This communicates as many elements as the ranks hold; an
-all-gather of every matrix would send that times the number of ranks. All matrices of a step travel
-together, unless they are large.
+Each rank works on some of the matrices. If every rank holds all of them, one collective sends the
+results to the others. If they are sharded, one all-to-all gathers each matrix on one rank, and
+another one sends the shards of the results back. This communicates as many elements as the ranks
+hold; an all-gather of every matrix would send that times the number of ranks. All matrices of a
+step travel together, unless they are large.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,6 +23,8 @@ Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the 
 # What a rank holds at once besides its weights: all results, or its shards and its share of the
 # work
 MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
+# torch 2.13 warns of the older name
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class DistributedMatrices:
@@ -139,20 +141,34 @@ def _broadcast(
     """Let each rank work on its share of matrices that every rank holds, and send the results to
     all ranks.
     """
-    shares = _shares(matrices, ranks=group.size())
-    # all ranks work before the first one sends
-    own = [function(matrices[i]).flatten() for i in shares[group.rank()]]
+    rank, ranks = group.rank(), group.size()
+    shares = _shares(matrices, ranks=ranks)
+    sizes = [sum(matrices[i].numel() for i in share) for share in shares]
+    even = ranks * max(sizes) <= 2 * sum(sizes)
+    places = [max(sizes)] * ranks if even else sizes
+    flat = matrices[0].new_empty(sum(places))
+    everyones = flat.split(places)
+    for i, place in zip(shares[rank], _parts(everyones[rank], matrices, shares[rank]), strict=True):
+        place.copy_(function(matrices[i]))
+    if even:
+        ALL_GATHER(flat, everyones[rank].clone(), group=group)
+    else:  # ranks with little work, or none, would send as much as those with the most
+        for source, result in enumerate(everyones):
+            if sizes[source]:
+                dist.broadcast(result, group_src=source, group=group)
     results: dict[int, Tensor] = {}
-    for source, share in enumerate(shares):
-        if not share:  # more ranks than matrices
-            continue
-        lengths = [matrices[i].numel() for i in share]
-        sent = source == group.rank()
-        flat = torch.cat(own) if sent else matrices[0].new_empty(sum(lengths))
-        dist.broadcast(flat, group_src=source, group=group)
-        for i, part in zip(share, flat.split(lengths), strict=True):
-            results[i] = part.view(matrices[i].shape)
+    for share, result in zip(shares, everyones, strict=True):
+        results |= zip(share, _parts(result, matrices, share), strict=True)
     return [results[i] for i in range(len(matrices))]
+
+
+def _parts(flat: Tensor, matrices: Sequence[Tensor], share: Sequence[int]) -> list[Tensor]:
+    """Return views of a flat tensor, one after the other, of the shapes of these matrices."""
+    sizes = [matrices[i].numel() for i in share]
+    return [
+        part.view(matrices[i].shape)
+        for i, part in zip(share, flat[: sum(sizes)].split(sizes), strict=True)
+    ]
 
 
 def _exchanged(
@@ -195,7 +211,16 @@ def _shard_shapes(shape: torch.Size, *, dim: int, ranks: int) -> list[torch.Size
 
 
 def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:
-    # from_local would move an offloaded part to the mesh's device
-    result: Any = torch.empty_like(matrix)
-    result.to_local().copy_(local)
-    return result
+    # offloaded: from_local would move it to the mesh's device
+    if local.device.type != matrix.device_mesh.device_type:
+        result: Any = torch.empty_like(matrix)
+        result.to_local().copy_(local)
+        return result
+    return DTensor.from_local(
+        local,
+        matrix.device_mesh,
+        matrix.placements,
+        run_check=False,
+        shape=matrix.shape,
+        stride=matrix.stride(),
+    )

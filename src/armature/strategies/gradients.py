@@ -196,6 +196,12 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
+            raise ConfigError(
+                self._problem_of(
+                    changed, "inside training_step", "unfreeze it in on_train_batch_start"
+                )
+            )
         loss = self.target_weights.weight_loss(
             closure_loss,
             micro_batches=self._trainer.accumulate_grad_batches,
@@ -220,16 +226,19 @@ class GradientMixin(LayoutMixin):
         Raises:
             ConfigError: if that is impossible.
         """
+        raise ConfigError(self._problem_of(changed, "during training", "type strategy=ddp"))
+
+    def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
         names = [
             name
             for name, param in self.module.named_parameters()
             if any(param is p for p in changed)
         ]
-        raise ConfigError(
+        return (
             f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
-            f"is frozen or unfrozen during training, which {self.layout} cannot follow: type "
-            "strategy=ddp, or train it from the first step on in a group whose learning rate is 0 "
-            "while it is to stay as it is."
+            f"is frozen or unfrozen {when}, which {self.layout} cannot follow: {remedy}, or train "
+            "it from the first step on in a group whose learning rate is 0 while it is to stay as "
+            "it is."
         )
 
     def gradient_scale(self) -> Tensor | None:

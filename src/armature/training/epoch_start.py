@@ -2,7 +2,8 @@
 saved state: nothing that they change has to be undone.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics
+
+log = logging.getLogger(__name__)
 
 # beginnings of modules whose code is not users'
 NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
@@ -53,8 +57,12 @@ def repeat(trainer: Any, drawn_from: dict[str, Any] | None) -> None:
     with silent(trainer):
         if drawn_from is not None:
             randomness.restore(drawn_from)
-        for _, hook in users_hooks(trainer, HOOK):
-            hook()
+        call_all(
+            [(owner, HOOK, hook) for owner, hook in users_hooks(trainer, HOOK)],
+            when="it was called again after the resume inside an epoch",
+            then="What it sets for the epoch, and no checkpoint holds, is as it was at the start "
+            "of the process.",
+        )
 
 
 def load_again(trainer: Any) -> None:
@@ -73,6 +81,24 @@ def load_again(trainer: Any) -> None:
     connector.restore_optimizers_and_schedulers()
     connector.resume_end()
     strategy.loading_ended()
+
+
+def call_all(hooks: Iterable[tuple[Any, str, Callable[[], Any]]], *, when: str, then: str) -> None:
+    """Call users' hooks, given with their owners and names.
+
+    One that fails is reported, and the others are called.
+
+    Args:
+        when, then: at what it failed and what follows from it, for the report.
+    """
+    for owner, name, hook in hooks:
+        try:
+            hook()
+        except Exception as error:
+            log.warning(
+                "%s.%s failed when %s (%s). %s",
+                type(owner).__name__, name, when, error_line(error), then,
+            )  # fmt: skip
 
 
 @contextmanager

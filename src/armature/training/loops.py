@@ -31,6 +31,8 @@ class ValidationLoop(_EvaluationLoop):
 
     @override
     def run(self) -> list[Any]:
+        if self.trainer.sanity_checking:  # of the simulator
+            return super().run()
         # a resumed validation starts anew, since its values are not saved
         self.restarting = False
         self.before = stopped_validation.Before(self.trainer)

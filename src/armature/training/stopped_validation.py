@@ -6,16 +6,12 @@ ends. Hooks of the end are called only where the same object has one of the star
 validates anew, from the state that `Before` has kept.
 """
 
-import logging
 from typing import Any
 
 import torch
 
-from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics, epoch_start, user_state
-
-log = logging.getLogger(__name__)
 
 _START = ("on_validation_start", "on_validation_epoch_start")
 _END = ("on_validation_epoch_end", "on_validation_end")
@@ -46,15 +42,18 @@ class Before:
 def _end(trainer: Any) -> None:
     """Call the hooks of the end."""
     starting = {id(owner) for owner, _ in epoch_start.users_hooks(trainer, *_START)}
+    ending = [
+        (owner, name, hook)
+        for name in _END
+        for owner, hook in epoch_start.users_hooks(trainer, name)
+        if id(owner) in starting
+    ]
+    if not ending:
+        return
     with torch.no_grad(), epoch_start.silent(trainer):
-        for owner, hook in epoch_start.users_hooks(trainer, *_END):
-            if id(owner) not in starting:
-                continue
-            try:
-                hook()
-            except Exception as error:
-                log.warning(
-                    "%s failed at the end of a validation that was stopped (%s). If it puts back "
-                    "weights that were replaced, the checkpoint of this stop holds the others.",
-                    type(owner).__name__, error_line(error),
-                )  # fmt: skip
+        epoch_start.call_all(
+            ending,
+            when="the run was stopped within a validation",
+            then="If it puts weights back that were replaced for the validation, the checkpoint of "
+            "this stop holds the replaced ones.",
+        )

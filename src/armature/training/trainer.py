@@ -96,8 +96,22 @@ class LoggerConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        if self.trainer.world_size > 1:
+        if self._reduces:
             self.metrics  # noqa: B018  all ranks compute them now: a hook on rank 0 may read them, as RichProgressBar
+
+    @override
+    def on_epoch_end(self) -> None:
+        for metric in (self.trainer._results or {}).values() if self._reduces else ():
+            if not metric.is_tensor and metric.value._computed is None:  # a hook has updated it
+                metric._computed = None
+        super().on_epoch_end()
+
+    @property
+    def _reduces(self) -> bool:
+        trainer = self._trainer
+        return (
+            trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
+        )
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Set values of `callback_metrics`, for callbacks that monitor them, except those that the

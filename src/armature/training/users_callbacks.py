@@ -9,16 +9,35 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.layout import Layout
+from armature.training.run_hooks import RunHooks
 from armature.validation import combinations
 
 
-class CheckCallbacks(Callback):
+class CheckCallbacks(RunHooks, Callback):
     """Check callbacks from a module's `configure_callbacks`, or from a function, as those of a
-    config are checked.
+    config are checked; and after each step, that what was decided from settings still holds.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: DictConfig, automatic: bool, accumulate: int) -> None:
+        self._cfg, self._automatic, self._accumulate = cfg, automatic, accumulate
+
+    def training_begins(self, trainer: Trainer) -> None:
+        if (set_to := trainer.accumulate_grad_batches) != self._accumulate:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches was {self._accumulate} and is {set_to} now: your "
+                "code has set it. Here it is data.global_batch_size / (data.micro_batch_size × "
+                "data ranks) in every step, which positions in the data and checkpoints count by. "
+                "Type both instead."
+            )
+        module = trainer.lightning_module
+        if (now := module.automatic_optimization) != self._automatic:
+            raise ConfigError(
+                f"{type(module).__name__}.automatic_optimization was {self._automatic} after "
+                f"__init__ and is {now} now. The limit of steps, clipping and accumulation follow "
+                f"from its value after __init__. Set self.automatic_optimization = {now} there."
+            )
+
+    step_ended = training_begins
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
