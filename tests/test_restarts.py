@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import time
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
@@ -133,6 +135,25 @@ def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
     assert running.summary(run_dir)["world_size"] == 1
     assert OmegaConf.load(run_dir / "config.yaml").trainer.devices == 2
     assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
+
+
+def test_a_signal_within_a_callback_that_drops_exceptions_still_ends_the_run(capfd):
+    class Referent:
+        pass
+
+    referent = Referent()
+    weak = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
+    usual = signal.getsignal(signal.SIGTERM)
+    with supervise.Stop(grace_seconds=1) as stop:
+        del (
+            referent
+        )  # the handler runs in the callback, where Python would print what it raises and go on
+        assert weak() is None
+        assert stop.received == signal.SIGTERM
+        with pytest.raises(SignalException, match="SIGTERM"):
+            time.sleep(10)
+    assert "Traceback" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is usual
 
 
 @pytest.mark.slow

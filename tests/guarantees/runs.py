@@ -1,5 +1,7 @@
 """Start train.py on code of users, and compare runs by what lies on disk."""
 
+import csv
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +16,9 @@ PACKAGES = (
     "launch.allowed_packages="
     "[armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,tests,example]"
 )
+BOUND = 1e-5
+NORM_BOUND = 1e-4  # of gradient norms, which are differences of larger numbers near the end
+SMALLEST = 0.1  # of a weight that 1e-5 is relative to: a bias that began at 0 is rounding at first
 BASE = (
     "--config-dir",
     str(CONFIGS),
@@ -100,7 +105,7 @@ class Runs:
     ) -> Ended:
         """Start train.py once, as the ranks of this layout. `expect`: exit code of the run."""
         ranks, words = LAYOUTS[layout]
-        return self.forks.train(
+        ended = self.forks.train(
             *BASE,
             *command,
             *words,
@@ -108,9 +113,15 @@ class Runs:
             f"run.name={run_dir.name}",
             *overrides,
             ranks=ranks,
-            expect=expect,
+            expect=None,
             seconds=100,
         )
+        # of several ranks, the first one's code is the run's
+        assert expect is None or ended.codes[0] == expect, (
+            f"exit codes {ended.codes}\n{ended.output[-4000:]}"
+        )
+        assert expect != 0 or set(ended.codes) == {0}, ended.codes
+        return ended
 
     def straight(self, command: tuple[str, ...], layout: str = "single") -> Path:
         key = (*command, layout)
@@ -149,12 +160,52 @@ class Runs:
             self.converted[path] = load_file(file)
         return self.converted[path]
 
+    def assert_equal(self, run_dir: Path, other: Path) -> None:
+        """Every value of metrics.csv and every weight at the end is the same, bit for bit."""
+        for row, expected in zip(rows(run_dir), rows(other), strict=True):
+            assert row == expected, f"resumed: {row}\nstraight: {expected}"
+        one, two = self.weights(run_dir), self.weights(other)
+        assert one.keys() == two.keys()
+        differing = [name for name in one if not torch.equal(one[name], two[name])]
+        assert not differing, differing
+
+    def assert_close(self, run_dir: Path, other: Path) -> None:
+        """Every value of metrics.csv and every weight at the end agrees within 1e-5."""
+        found, steps = rows(run_dir), rows(other)
+        assert [row["step"] for row in found] == [row["step"] for row in steps]
+        far = [
+            f"{column} by {distance:.1e} at step {expected['step']}"
+            for row, expected in zip(found, steps, strict=True)
+            for column, value in expected.items()
+            if (distance := relative(row.get(column, ""), value))
+            > (NORM_BOUND if column == "train/grad_norm" else BOUND)
+        ]
+        one, two = self.weights(run_dir), self.weights(other)
+        assert one.keys() == two.keys()
+        for name, value in two.items():
+            difference = float((one[name].double() - value.double()).norm())
+            size = max(float(value.double().norm()), SMALLEST * value.numel() ** 0.5)
+            if difference > BOUND * size:
+                far.append(f"{name} by {difference / size:.1e} at the end")
+        assert not far, far
+
 
 def signal_at(steps: list[int], *, name: str = "SIGTERM", rank: int = 0) -> str:
     return (
         "+callbacks.signal={_target_:tests.guarantees.users.Signal,"
         f"steps:[{','.join(map(str, steps))}],name:{name},rank:{rank}}}"
     )
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def relative(value: str, other: str) -> float:
+    if not value or not other:
+        return 0.0 if value == other else float("inf")
+    return abs(float(value) - float(other)) / max(abs(float(other)), 1e-12)
 
 
 def samples(run_dir: Path) -> list[tuple[int, list[int]]]:
@@ -164,3 +215,7 @@ def samples(run_dir: Path) -> list[tuple[int, list[int]]]:
         step, _, *ids = map(int, line.split())
         seen.setdefault(step, []).extend(ids)
     return [(step, sorted(ids)) for step, ids in sorted(seen.items())]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, str(running.ROOT / "train.py"), *words]

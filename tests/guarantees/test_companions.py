@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.guarantees import users
-from tests.guarantees.runs import PACKAGES, of_user
-from tests.running import rows
+from tests.guarantees.runs import PACKAGES, of_user, rows
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 COMMAND = of_user("Normalized")

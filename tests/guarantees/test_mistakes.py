@@ -5,11 +5,11 @@ What makes seconds of it is what a mistake does not import and does not start: t
 
 import re
 import subprocess
-import sys
 
 import pytest
 
 from tests import running
+from tests.guarantees.runs import command
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 EXIT_REFUSED = 2
@@ -47,7 +47,7 @@ SEVERAL = {
 def test_all_mistakes_are_in_one_message_before_anything_starts(kind, tmp_path):
     typed, words, never_imported = SEVERAL[kind]
     process = subprocess.run(
-        [sys.executable, str(running.ROOT / "train.py"), *typed],
+        command(*typed),
         cwd=tmp_path,
         env={**running.environment(), "PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,

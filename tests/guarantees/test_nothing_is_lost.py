@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 
-from tests.guarantees.runs import of_example, of_user, samples, signal_at
-from tests.lightning_habits.compare import assert_equal, differences
-from tests.running import rows
+from tests.guarantees.runs import of_example, of_user, rows, samples, signal_at
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 # dropout, noise in data and steps, BatchNorm, a buffer, metrics, a schedule on a metric, state of
@@ -32,14 +30,20 @@ def test_a_stop_leaves_no_trace_in_a_module_with_state_of_every_kind(layout, at,
     """Inside an epoch, and at its end, before a validation that is due."""
     run_dir = runs.stopped(STATEFUL, layout, at=at)
     straight = runs.straight(STATEFUL, layout)
-    assert_equal(straight, run_dir)
+    runs.assert_equal(run_dir, straight)
     assert samples(run_dir) == samples(straight)
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "pipeline 2"])
 def test_a_stop_leaves_no_trace_in_a_sharded_model(layout, runs):
     command = of_example()
-    assert_equal(runs.straight(command, layout), runs.stopped(command, layout, at=[5]))
+    runs.assert_equal(runs.stopped(command, layout, at=[5]), runs.straight(command, layout))
+
+
+def test_two_optimizers_by_hand_resume(runs):
+    command = of_user("Adversarial")
+    run_dir = runs.stopped(command, "ddp 2", at=[6], rank=1)  # of 24: two per batch
+    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
 
 
 def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
@@ -47,7 +51,7 @@ def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
     runs.start(run_dir, command, "ddp 2", signal_at([5], rank=1), expect=143)
     assert rows(run_dir)[-1]["step"] in ("5", "6")
     runs.start(run_dir, command, "ddp 2")
-    assert_equal(runs.straight(command, "ddp 2"), run_dir)
+    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp 2"])
@@ -61,7 +65,7 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
         ended = runs.start(run_dir, saving, layout, kill, expect=None)
         assert -9 in ended.codes
     runs.start(run_dir, saving, layout)
-    assert_equal(runs.straight(saving, layout), run_dir)
+    runs.assert_equal(run_dir, runs.straight(saving, layout))
 
 
 def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_stops(runs):
@@ -73,7 +77,7 @@ def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_
     for layout in ("single", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2", "fsdp 2 × tensor 2"):
         runs.start(run_dir, command, layout, stop, expect=143)
     runs.start(run_dir, command, "single, micro-batch 2", stop)
-    assert not (found := differences(run_dir, runs.straight(command))), found
+    runs.assert_close(run_dir, runs.straight(command))
 
 
 def test_batchnorm_and_optimizers_by_hand_change_their_layout(runs):
@@ -81,36 +85,46 @@ def test_batchnorm_and_optimizers_by_hand_change_their_layout(runs):
         command, run_dir = of_user(module, "checkpoint.background=true"), runs.new()
         runs.start(run_dir, command, "fsdp 2", signal_at([at]), expect=143)
         runs.start(run_dir, command, "single")
-        assert not (found := differences(run_dir, runs.straight(command))), found
+        runs.assert_close(run_dir, runs.straight(command))
 
 
 def largest(checkpoint):
     return max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
 
 
-def cut(checkpoint):
+def cut(checkpoint, runs):
     os.truncate(largest(checkpoint), largest(checkpoint).stat().st_size // 2)
 
 
-def lose(checkpoint):
+def flip(checkpoint, runs):
+    """Change the last bit of a weight."""
+    weights = runs.weights(checkpoint)
+    raw = max(weights.values(), key=lambda value: value.numel()).numpy().tobytes()
+    (file,) = (each for each in checkpoint.iterdir() if raw in each.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(raw)] ^= 1
+    file.write_bytes(content)
+
+
+def lose(checkpoint, runs):
     largest(checkpoint).unlink()
 
 
-def leave_half(checkpoint):
+def leave_half(checkpoint, runs):
     """As a kill inside a save does."""
     half = checkpoint.with_name("step=000008.part")
     shutil.copytree(checkpoint, half)
-    cut(half)
+    cut(half, runs)
 
 
-@pytest.mark.parametrize("damage", [cut, lose, leave_half])
+@pytest.mark.parametrize("damage", [cut, flip, lose, leave_half])
 def test_a_damaged_checkpoint_is_passed_over(damage, runs):
     command = of_example(*SAVING)
     run_dir = runs.new()
     runs.start(run_dir, command, "single", signal_at([7], name="SIGKILL"), expect=-9)
-    damage(run_dir / "checkpoints" / "step=000006")
+    damage(run_dir / "checkpoints" / "step=000006", runs)
     runs.start(run_dir, command, "single")
-    assert_equal(runs.straight(command), run_dir)
+    runs.assert_equal(run_dir, runs.straight(command))
 
 
 def test_every_file_of_a_checkpoint_is_synced_before_the_checkpoint_has_its_name(runs):
@@ -144,4 +158,4 @@ def test_plain_attributes_of_users_objects_are_put_back(runs):
     runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
     runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
     runs.start(run_dir, command, "ddp 2")
-    assert_equal(runs.straight(command, "ddp 2"), run_dir)
+    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))

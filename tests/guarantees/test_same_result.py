@@ -4,7 +4,6 @@ every strategy, number of processes and micro-batch."""
 import pytest
 
 from tests.guarantees.runs import of_example, of_user, samples
-from tests.lightning_habits.compare import differences
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
@@ -12,7 +11,7 @@ pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 def assert_same(runs, command, layout):
     run_dir = runs.new()
     runs.start(run_dir, command, layout)
-    assert not (found := differences(run_dir, runs.straight(command))), found
+    runs.assert_close(run_dir, runs.straight(command))
 
 
 @pytest.mark.parametrize(

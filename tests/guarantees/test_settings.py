@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.guarantees.runs import of_example, of_user, signal_at
-from tests.running import rows
+from tests.guarantees.runs import of_example, of_user, rows, signal_at
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
@@ -13,24 +12,24 @@ def column(run_dir, name):
     return [row[name] for row in rows(run_dir) if row[name]]
 
 
-def differ(run_dir, usual, name="train/loss"):
-    return column(run_dir, name) != column(usual, name)
-
-
 TAKES_EFFECT = {  # what is typed: what metrics.csv shows of it
     "optimizer.lr=0.125": lambda run, _: max(map(float, column(run, "lr"))) == 0.125,
     "scheduler=constant": lambda run, _: len(set(column(run, "lr")[2:])) == 1,
-    "optimizer.weight_decay=30": differ,
-    "seed=1": differ,
-    "model.width=24": differ,
-    "data.noise=0.5": differ,
+    "optimizer.weight_decay=30": lambda run, usual: _differ(run, usual, "train/loss"),
+    "seed=1": lambda run, usual: _differ(run, usual, "train/loss"),
+    "model.width=24": lambda run, usual: _differ(run, usual, "train/loss"),
+    "data.noise=0.5": lambda run, usual: _differ(run, usual, "train/loss"),
     "data.global_batch_size=12": lambda run, _: column(run, "samples")[:2] == ["12", "24"],
     "trainer.max_steps=5": lambda run, _: len(rows(run)) == 5,
-    "trainer.gradient_clip_val=1e-8": differ,
+    "trainer.gradient_clip_val=1e-8": lambda run, usual: _differ(run, usual, "train/loss"),
     "trainer.val_every_n_steps=3": lambda run, _: len(column(run, "val/loss")) == 4,
     "trainer.limit_val_batches=0": lambda run, _: "val/loss" not in rows(run)[0],
-    "trainer.precision=bf16-mixed": differ,
+    "trainer.precision=bf16-mixed": lambda run, usual: _differ(run, usual, "train/loss"),
 }
+
+
+def _differ(run, usual, name):
+    return column(run, name) != column(usual, name)
 
 
 @pytest.mark.parametrize("typed", sampled(TAKES_EFFECT, 6, guarantee=True))
@@ -79,5 +78,5 @@ def test_a_setting_typed_at_a_resume_takes_effect_or_is_named(typed, runs):
     else:
         assert ended.codes == [0], ended.output[-2000:]
         usual = runs.straight(of_example())
-        changed = [name for name in ("train/loss", "lr") if differ(run_dir, usual, name)]
+        changed = [name for name in ("train/loss", "lr") if _differ(run_dir, usual, name)]
         assert changed or len(rows(run_dir)) == 7

@@ -52,6 +52,9 @@ class Points(L.LightningDataModule):
     def val_dataloader(self):
         return DataLoader(Rows(1000, HELD_OUT), BATCH)
 
+    def test_dataloader(self):
+        return DataLoader(Rows(2000, HELD_OUT), BATCH)
+
     def predict_dataloader(self):
         return DataLoader(Rows(2000, HELD_OUT), BATCH)
 
@@ -105,6 +108,10 @@ class Plain(L.LightningModule):
         self.error(self(x), y)
         self.log("val/error", self.error)
         self.log("val/loss", F.mse_loss(self(x), y), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        _, x, y = batch
+        self.log("test/loss", F.mse_loss(self(x), y), sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
         ids, x, _ = batch

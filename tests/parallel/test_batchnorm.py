@@ -31,13 +31,18 @@ class CallsItself(nn.BatchNorm2d):
         )
 
 
+class CallsTorchs(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.BatchNorm1d.forward(self, input)
+
+
 SHAPES = {
     nn.BatchNorm1d: (24, 6),
     nn.BatchNorm2d: (24, 6, 5, 4),
     nn.BatchNorm3d: (24, 6, 3, 2, 2),
     Own: (24, 6, 5, 4),
-    CallsItself: (24, 6, 5, 4),
 }
+SHAPES |= {CallsItself: (24, 6, 5, 4), CallsTorchs: (24, 6)}
 CASES = {
     "1d": (nn.BatchNorm1d, {}, 0.0, (12, 12)),
     "2d": (nn.BatchNorm2d, {}, 0.0, (12, 12)),
@@ -51,7 +56,9 @@ CASES = {
     "untracked": (nn.BatchNorm2d, {"track_running_stats": False}, 0.0, (12, 12)),
     "own forward": (Own, {}, 0.0, (12, 12)),
     "own call of batch_norm": (CallsItself, {}, 0.0, (23, 1)),
+    "own call of torch's forward": (CallsTorchs, {}, 0.0, (12, 12)),
 }
+PENALIZED = ("1d", "2d", "unequal", "affine=False", "own call of torch's forward")
 
 
 def outcome(
@@ -85,18 +92,41 @@ def outcome(
     return results
 
 
-def _on_rank() -> bytes:
-    rank = torch.distributed.get_rank()
-    found = {case: outcome(case, parts, rank) for case, (*_, parts) in CASES.items()}
-    return pickle.dumps(found)  # tensors would be shared memory of an ended process
+def penalized(case: str, parts: tuple[int, ...], rank: int) -> list[Tensor]:
+    """Return the gradients of a penalty on gradients on one rank's part of a batch."""
+    cls, arguments, mean, _ = CASES[case]
+    generator = torch.Generator().manual_seed(2)
+    module = cls(6, **arguments).double()
+    last = torch.randn(SHAPES[cls][1:], generator=generator).double()
+    if len(parts) > 1:
+        batchnorm.synchronize(module, group=torch.distributed.group.WORLD)
+    part = slice(*list(pairwise([sum(parts[:i]) for i in range(len(parts) + 1)]))[rank])
+    x = (torch.randn(SHAPES[cls], generator=generator) + mean).double()[part].requires_grad_()
+    score = (module(x.square()).tanh() * last).sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    gradient.square().sum().backward()
+    return [x.grad, *(param.grad for param in module.parameters() if param.grad is not None)]  # pyright: ignore[reportReturnType]
+
+
+def _on_rank(case: str) -> dict[str, Any]:
+    return outcome(case, CASES[case][3], torch.distributed.get_rank())
+
+
+def _all_on_rank() -> bytes:
+    twice = {
+        case: penalized(case, CASES[case][3], torch.distributed.get_rank()) for case in PENALIZED
+    }
+    return pickle.dumps(
+        ({case: _on_rank(case) for case in CASES}, twice)
+    )  # tensors would be shared memory of an ended process
 
 
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_process_does() -> None:
-    both = [pickle.loads(of_rank) for of_rank in on_ranks(_on_rank, ranks=2)]
+    both = [pickle.loads(of_rank) for of_rank in on_ranks(_all_on_rank, ranks=2)]
     for case, (_, _, mean, parts) in CASES.items():
         alone = outcome(case, (sum(parts),), 0, dtype=torch.float64)
-        ranks = [of_rank[case] for of_rank in both]
+        ranks = [of_rank[case] for of_rank, _ in both]
         joined = {
             key: [torch.cat(pair) for pair in zip(ranks[0][key], ranks[1][key], strict=True)]
             for key in ("y", "dx")
@@ -117,3 +147,11 @@ def test_two_ranks_compute_what_one_process_does() -> None:
             torch.testing.assert_close(
                 of_rank["running"], alone["running"], atol=1e-8, rtol=1e-6, check_dtype=False
             )
+    for case in PENALIZED:
+        parts = CASES[case][3]
+        alone, ((x0, *first), (x1, *second)) = (
+            penalized(case, (sum(parts),), 0),
+            (twice[case] for _, twice in both),
+        )
+        found = [torch.cat([x0, x1]), *(a + b for a, b in zip(first, second, strict=True))]
+        torch.testing.assert_close(found, alone, msg=lambda text, at=case: f"{at}: {text}")

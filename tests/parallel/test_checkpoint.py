@@ -96,9 +96,7 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
         load(saved, Holder(layers=3), [])
     with pytest.raises(ValueError, match=r"Not in the model: model\.blocks\.1\.attention"):
         load(saved, Holder(layers=1), [])
-    with pytest.raises(
-        ValueError, match=r"model\.embed\.weight is \(32, 16\) there and \(48, 16\) here"
-    ):
+    with pytest.raises(ValueError, match=r"size mismatch for model\.embed\.weight"):
         load(saved, Holder(vocab_size=48), [])
 
 

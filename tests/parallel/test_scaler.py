@@ -23,6 +23,7 @@ from tests.support.parity.harness import (
     difference,
     fit,
     gathered_types,
+    on_ranks,
 )
 from tests.trainers import quiet_trainer
 
@@ -96,6 +97,32 @@ def test_the_scale_is_saved_and_resumed_under_another_layout(tmp_path: Path) -> 
     saved = fit(job("pipeline 2, 1f1b", steps=4, save=folder))
     assert saved.facts["scaler"]["scale"] == 2.0**14
     assert_same(fit(job("fsdp 2", resume=folder)), steps=2)
+
+
+def step_with_an_infinity_on_rank_1(fused: bool) -> tuple[bool, list[float], float]:
+    import torch.distributed as dist
+
+    from armature.parallel.scaler import SharedScaler
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    scaler = SharedScaler(device="cpu")
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    if dist.get_rank() == 1:
+        weight.grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.skipped, weight.tolist(), scaler.get_scale()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused: bool) -> None:
+    assert (
+        on_ranks(step_with_an_infinity_on_rank_1, fused, ranks=2)
+        == [(True, [1.0, 1.0], 2.0**15)] * 2
+    )
 
 
 class Halving(L.LightningModule):

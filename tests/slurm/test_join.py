@@ -5,7 +5,6 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from armature import cli, run_dir
 from armature.errors import ConfigError
 from armature.launcher import slurm
 
@@ -77,33 +76,42 @@ def test_agents_of_other_nodes_than_asked_for_are_refused(step):
         slurm.join(config(2, nodes=3))
 
 
-def test_variables_that_srun_cannot_have_set_are_named(step):
-    step(SLURM_STEP_NUM_TASKS="x")
-    with pytest.raises(ConfigError, match=r"SLURM_STEP_NUM_TASKS=x: must be a number"):
+ODD = {
+    "no task": (
+        {"SLURM_PROCID": ""},
+        r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID",
+    ),
+    "no nodes": (
+        {"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""},
+        r"but SLURM_NODEID, SLURM_STEP_NODELIST without",
+    ),
+    "words": (
+        {"SLURM_PROCID": "x"},
+        r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID",
+    ),
+    "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
+    "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
+    "tasks of a node": (
+        {"SLURM_STEP_TASKS_PER_NODE": "many"},
+        r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), ODD.values(), ids=ODD)
+def test_variables_that_srun_cannot_have_set_are_named(changes, message, step):
+    step(**changes)
+    with pytest.raises(ConfigError, match=message):
         slurm.join(config(2))
 
 
-def test_each_command_in_an_interactive_job_is_a_run_of_its_own(step):
-    step(SLURM_JOB_NAME="interactive")
-    assert run_dir.default_name("a") == "41_0"
-    step(SLURM_STEP_NUM_TASKS="1")
-    assert run_dir.default_name("a").startswith("a-")
-
-
-def test_the_first_of_the_tasks_says_what_all_find(step, caplog):
-    for procid, said in (("3", False), ("0", True)):
-        step(SLURM_PROCID=procid)
-        with cli.checking():
-            cli.logging.warning("found")
-        assert bool(caplog.messages) == said
-
-
-def test_nodes_with_different_numbers_of_tasks_are_refused(step):
-    step(SLURM_STEP_TASKS_PER_NODE="3,1")
-    with pytest.raises(
-        ConfigError, match=r"srun started 3,1 tasks.*Type --nodes=2 --ntasks-per-node=2"
-    ):
-        slurm.join(config(2))
+def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(step, monkeypatch):
+    monkeypatch.setattr(
+        slurm, "_scontrol", lambda *what: "NodeName=node NodeAddr=10.1.2.3 Port=6818\n"
+    )
+    step(SLURM_STEP_NODELIST="node-not-in-any-dns[1-2].invalid")
+    slurm.join(config(2))
+    assert os.environ["MASTER_ADDR"] == "10.1.2.3"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +123,23 @@ def test_nodes_with_different_numbers_of_tasks_are_refused(step):
         ("r[1-2]n[01-4],x", "r1n01"),
     ],
 )
-def test_the_first_node_is_read_from_the_list(step, nodes, first):
+def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_list(
+    step, monkeypatch, nodes, first
+):
+    monkeypatch.setattr(
+        slurm, "_scontrol", lambda *what: (_ for _ in ()).throw(FileNotFoundError("scontrol"))
+    )
     step(SLURM_STEP_NODELIST=nodes)
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == first
+
+
+def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
+    step(SLURM_PROCID="5")
+    with pytest.raises(
+        ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
+    ):
+        slurm.join(config(2))
 
 
 def test_the_batch_script_itself_is_no_step(step):

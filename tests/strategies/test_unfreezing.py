@@ -17,9 +17,9 @@ def trained(
     batch.
 
     Args:
-        where: `batch`, between batches; `turns`, frozen and unfrozen in turns; `micro`, the layer
-            that was trained is frozen between the micro-batches of a global batch; `backbone`, as
-            `batch`, of a model of its own.
+        where: `batch`, between batches; `step`, inside training_step; `turns`, frozen and unfrozen
+            in turns; `micro`, the layer that was trained is frozen between the micro-batches of a
+            global batch; `backbone`, as `batch`, of a model of its own.
     """
     import os
     import warnings
@@ -57,6 +57,8 @@ def trained(
                 self.model[0].requires_grad_(batch_idx % 3 == 0)
 
         def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+            if where == "step" and batch_idx == 2:
+                self.model[0].requires_grad_(True)
             return (self.model(self.backbone(x)) - x.sum(dim=1, keepdim=True).sin()).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,6 +93,7 @@ def trained(
     [
         ("DDP", {}, 2, "batch"),
         ("DDP", {}, 1, "turns"),
+        ("DDP", {}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 1, "turns"),
         ("MeshStrategy", {"shard": 2, "reduce_every_microbatch": False}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 2, "batch"),
@@ -116,7 +119,25 @@ def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_reduced_is_refused() -> None:
-    message = r"model.0.weight, model.0.bias is frozen or unfrozen .* type strategy=ddp"
+@pytest.mark.parametrize(
+    ("strategy", "options", "where", "message"),
+    [
+        (
+            "MeshStrategy",
+            {"tensor": 2},
+            "batch",
+            r"model.0.weight, model.0.bias is frozen or unfrozen .* type strategy=ddp",
+        ),
+        (
+            "DDP",
+            {},
+            "step",
+            r"unfrozen inside training_step.* unfreeze it in on_train_batch_start",
+        ),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(
+    strategy: str, options: dict, where: str, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
-        on_ranks(trained, "MeshStrategy", {"tensor": 2}, 1, "batch", ranks=2)
+        on_ranks(trained, strategy, options, 1, where, ranks=2)

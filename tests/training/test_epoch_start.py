@@ -29,6 +29,11 @@ class Hooked(L.LightningModule):
         torch.rand(3)
 
 
+class Fails(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        raise RuntimeError("only once")
+
+
 class Stub:
     """As much of a Trainer as is used."""
 
@@ -80,3 +85,8 @@ def test_the_same_is_drawn_again_and_training_draws_what_it_would_have_drawn():
 
     assert callback.drawn == first
     assert torch.equal(torch.get_rng_state(), later)
+
+
+def test_a_hook_that_cannot_be_called_again_is_named(caplog):
+    epoch_start.repeat(Stub(Hooked(), Fails()), None)
+    assert "Fails.on_train_epoch_start failed when it was called again" in caplog.text

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy
 
 import armature
 from armature import run_dir, worker
@@ -13,6 +15,7 @@ from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
 from armature.data.feed import Feed
 from armature.errors import ConfigError, NotFinite
+from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import UpdateMask
 from armature.training import not_finite
 from tests import running
@@ -131,16 +134,19 @@ def test_a_run_with_a_skipped_step_resumes_exactly(train):
 
 # ---------------------------------------------------------------- the mask
 class Centered(torch.nn.Module):
-    """Puts another tensor in the place of its buffer."""
+    """Puts other tensors in the place of its buffers, one of them of another shape."""
 
     center: torch.Tensor
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.ones(2))
+        self.register_buffer("seen", torch.ones(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.center = 0.9 * self.center + x
+        self.seen = torch.cat([self.seen, x])
         return self.center
 
 
@@ -153,6 +159,28 @@ def test_buffers_that_are_assigned_anew_get_their_values_back():
         mask.left_out = value != value
         mask.step_ended()
     torch.testing.assert_close(module.center, torch.full((2,), 0.9 * 1.9 + 2))
+    assert module.seen.tolist() == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkeypatch):
+    module = BoringModel()
+    module.part = part = Centered()
+    strategy = SingleDevice()
+    strategy.connect(module)
+    strategy.on_nan, strategy.optimizers = "skip", []
+    monkeypatch.setattr(SingleDevice, "scaler", object())
+    monkeypatch.setattr(SingleDevice, "skipped_step", skipped)
+    monkeypatch.setattr(Strategy, "optimizer_step", lambda *args, **kwargs: None)
+    strategy.update_mask = mask = strategy._make_mask()
+    assert mask is not None
+    mask.step_begins()
+    part(torch.ones(2))
+    strategy.optimizer_step(torch.optim.SGD(module.parameters()), None)
+    assert strategy.left_out is skipped
+    assert part.center[0] == pytest.approx(1.0 if skipped else 1.9)
+    strategy.on_nan = "stop"
+    assert strategy._make_mask() is None
 
 
 # ---------------------------------------------------------------- data.skip_steps

@@ -54,6 +54,6 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
             )
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
-    trainer = quiet_trainer(max_epochs=2, callbacks=[Ended()])
+    trainer = quiet_trainer(max_epochs=2, callbacks=[Ended()], num_sanity_val_steps=1)
     trainer.fit(Module(), data, data)
     assert seen == [(100.0, False, True), (101.0, False, True)]

@@ -6,6 +6,7 @@ as ".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,8 @@ def load_tensors_of(
 ) -> None:
     """Call the module's `load_state_dict`, and name what does not fit.
 
-    One that the module replaces decides itself what may lack, and may return nothing.
+    One that the module replaces decides itself what may lack. It may take no `assign`, as torch's
+    did once, and may return nothing.
 
     Args:
         source: where the weights come from, for messages.
@@ -168,7 +170,9 @@ def load_tensors_of(
     """
     decides = type(module).load_state_dict is not nn.Module.load_state_dict
     options: dict[str, Any] = {"strict": strict and decides}
-    if assign:
+    taken = inspect.signature(module.load_state_dict).parameters
+    open_to_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    if assign and ("assign" in taken or open_to_all):
         options["assign"] = True
     try:
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])

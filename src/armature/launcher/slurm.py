@@ -3,7 +3,10 @@
 import logging
 import os
 import re
+import socket
+import subprocess
 import time
+from contextlib import suppress
 
 from omegaconf import DictConfig
 
@@ -41,6 +44,11 @@ def join(cfg: DictConfig) -> None:
             f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
+    if not re.fullmatch(r"\d+(\(x\d+\))?", per_node):
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset "
+            "SLURM_STEP_ID."
+        )
     on_node, nodes = int(per_node.split("(")[0]), environment.number("SLURM_STEP_NUM_NODES", 1)
     if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
@@ -50,6 +58,12 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
+    if environment.number("SLURM_PROCID", 0) >= tasks():
+        raise ConfigError(
+            f"SLURM_PROCID={environ['SLURM_PROCID']} of "
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
+            "count over its components. Start the run in one component: srun --het-group=0."
+        )
     environ.update(  # as a launcher does
         RANK=environ["SLURM_PROCID"],
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],
@@ -92,10 +106,24 @@ def stop_at(minutes: float | None) -> float | None:
 
 
 def _first_host() -> str:
-    """Return the name of the step's first node."""
+    """Return the step's first node: its name, or its address in Slurm if the name is not in the
+    DNS.
+    """
     # a list such as rack[1-2]gpu[001-004,007]-ib,other
     name = re.split(r",(?![^\[]*\])", os.environ["SLURM_STEP_NODELIST"])[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        with suppress(OSError, subprocess.SubprocessError):  # a container without Slurm's programs
+            fields = dict(field.split("=", 1) for field in _scontrol(host).split() if "=" in field)
+            return fields.get("NodeAddr", host)
+    return host
+
+
+def _scontrol(node: str) -> str:
+    command = ["scontrol", "show", "node", node]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def _port() -> int:

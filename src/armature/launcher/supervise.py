@@ -120,8 +120,11 @@ class Stop:
         self.received: signal.Signals | None = None
         self.watcher: RankWatcher | None = None  # of the current attempt
         self._previous: dict[int, Any] = {}
+        self._previous_hook = sys.unraisablehook
+        self._lost = False  # the exception was raised where Python drops it
 
     def __enter__(self) -> "Stop":
+        sys.unraisablehook = self._raise_again
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -130,12 +133,33 @@ class Stop:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        sys.unraisablehook = self._previous_hook
+        self._lost = False
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+    def _raise_again(self, dropped: Any) -> None:
+        """Repeat the signal if it came within a finalizer or a weak reference's callback, whose
+        exceptions are lost.
+        """
+        if self.received is None or type(dropped.exc_value).__name__ != "SignalException":
+            self._previous_hook(dropped)
+            return
+        self._lost = True
+        threading.Timer(0.02, self._repeat).start()
 
+    def _repeat(self) -> None:
+        if (
+            self._lost
+            and self.received is not None
+            and (main := threading.main_thread().ident) is not None
+        ):
+            signal.pthread_kill(main, self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._lost:
+            self._lost = False
+            self._raise()
         if self.received is not None:
             if number == signal.SIGINT and self.watcher is not None:
                 self.watcher.kill()
@@ -147,6 +171,12 @@ class Stop:
             os.write(
                 2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n"
             )
+        self._raise()
+
+    def _raise(self) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        assert self.received is not None
         raise SignalException(f"got {self.received.name}", sigval=self.received)
 
 

@@ -1,10 +1,11 @@
 """Leave out optimizer steps whose gradient is not finite, on all ranks alike (`trainer.on_nan`)."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class StepLeftOut(Exception):
@@ -25,14 +26,17 @@ class UpdateMask:
     def __init__(self, module: LightningModule) -> None:
         self.left_out = False
         self._module = module
-        self._before: dict[str, Tensor] = {}  # the value of each buffer
+        # owner, name and value of each buffer
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
 
     def step_begins(self) -> None:
         """Called before each forward: remember the buffers as they were before the first of a
         step.
         """
         if not self._before:
-            self._before = {n: old.detach().clone() for n, old in self._module.named_buffers()}
+            self._before = [
+                (owner, name, old.detach().clone()) for owner, name, old in buffers_of(self._module)
+            ]
 
     def apply(self, norm: Tensor) -> None:
         """Leave out the update that follows if `norm` is not finite.
@@ -49,6 +53,17 @@ class UpdateMask:
         """Called after the update: give the buffers their values of before a step that was left
         out.
         """
-        before, self._before = self._before, {}
-        for name, old in before.items() if self.left_out else ():
-            self._module.get_buffer(name).copy_(old)
+        before, self._before = self._before, []
+        for owner, name, old in before if self.left_out else ():
+            buffer = getattr(owner, name)  # the module may have put another tensor there
+            if buffer is None or buffer.shape != old.shape:
+                setattr(owner, name, old)
+            else:
+                buffer.copy_(old)
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each buffer with the module and the name that it is registered under."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            yield owner, name, buffer
