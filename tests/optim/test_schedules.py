@@ -53,6 +53,33 @@ def test_state_is_the_step_and_resumes_under_other_groups_and_rates():
     ] * 2
 
 
+def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return optimizer, schedules.linear(optimizer, 10, warmup=0)
+
+    def steps(optimizer, schedule, count):
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    optimizer, schedule = make()
+    assert steps(optimizer, schedule, 5) == pytest.approx([0.5])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.05})
+    assert steps(optimizer, schedule, 1) == pytest.approx([0.4, 0.04])
+    resumed_optimizer, resumed = make()
+    added = {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+    resumed_optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], **added})
+    resumed.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in resumed_optimizer.param_groups] == pytest.approx([0.4, 0.04])
+    assert (
+        steps(resumed_optimizer, resumed, 2)
+        == steps(optimizer, schedule, 2)
+        == pytest.approx([0.2, 0.02])
+    )
+
+
 def test_warm_up_and_decay_longer_than_the_run_are_named_and_cut_short(caplog):
     assert rates("wsd", warmup=60, decay=0.5)[80] == 1.0
     assert "warmup=60 and scheduler.decay=0.5: longer than the run's 100 steps" in caplog.text

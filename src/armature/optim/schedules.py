@@ -31,11 +31,30 @@ class Schedule(LambdaLR):
     ) -> None:
         super().__init__(optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)) * factor(step))
 
+    def get_lr(self) -> list[Any]:
+        self._include_added_groups(self.last_epoch - 1)
+        return super().get_lr()
+
+    def _include_added_groups(self, step: int) -> None:
+        """Let groups that a hook added to the optimizer (`unfreeze_and_add_param_group`) keep their
+        share of the rate.
+
+        Args:
+            step: the step for which their rates were set.
+        """
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            share = group["lr"] / (self.lr_lambdas[0](step) or 1.0)
+            # a rate that is more than others' is its peak
+            peak = share if share <= max(self.base_lrs) else group["lr"]
+            self.base_lrs.append(group.setdefault("initial_lr", peak))
+            self.lr_lambdas.append(self.lr_lambdas[0])
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        self._include_added_groups(self.last_epoch)
         self._last_lr = [
             base * factor(self.last_epoch)
             for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
