@@ -225,12 +225,17 @@ def test_hugging_face_datasets(hf, tmp_path):
         hf(**{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
 
 
-def test_flags_and_numbers_of_hugging_face_are_classes(hf, tmp_path):
-    (tmp_path / "train.csv").write_text("x,y\n1.0,True\n2.0,False\n")
-    flags = hf(path="csv", data_dir=str(tmp_path), inputs="x")
+def test_targets_of_hugging_face_are_classes_and_files_left_out_are_counted(hf, tmp_path, caplog):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name in ("train", "extra"):
+        (folder / f"{name}.csv").write_text("x,y\n1.0,True\n2.0,False\n")
+    flags = hf(path="csv", data_dir=str(folder), inputs="x")
     assert [int(flags.dataset("train")[i]["targets"]) for i in range(2)] == [1, 0]
-    (tmp_path / "train.csv").write_text("x,y\n1.0,1\n2.0,3\n")
-    numbers = hf(path="csv", data_files=str(tmp_path / "train.csv"), inputs="x")
+    assert "1 of its files are left out, as " in caplog.text
+    assert str(folder / "extra.csv") in caplog.text
+    (folder / "train.csv").write_text("x,y\n1.0,1\n2.0,3\n")
+    numbers = hf(path="csv", data_files=str(folder / "train.csv"), inputs="x")
     assert numbers.found_sizes == {"classes": 4}
 
 

@@ -212,6 +212,8 @@ class HFData(LabeledData):
                 f"none{part}), or data.path=…, data.name=… or "
                 "data.data_files=… of data that are there."
             ) from error
+        if not self._loaded:
+            self._note_left_out(datasets)
         if not self.streaming:
             log.info("%s, split %s: %s samples.", self._where, name, f"{len(rows):,}")
         self._loaded[split] = rows
@@ -228,6 +230,22 @@ class HFData(LabeledData):
                     "package datasets leaves out. Put the files there, or name them with "
                     "data.data_files=… (data=image_folder follows links)."
                 )
+
+    def _note_left_out(self, datasets: Any) -> None:
+        """Log files of a folder that datasets takes for no split, because of others' names."""
+        root = Path(self.source["data_dir"] or self.path)
+        if self.source["data_files"] or not root.is_dir() or _saved_folder(self.path):
+            return
+        chosen = datasets.load_dataset_builder(self.path, **self.source).config.data_files or {}
+        used = {Path(file).resolve() for files in chosen.values() for file in files}
+        kinds = {file.suffix for file in used}
+        there = {each.resolve() for each in root.rglob("*") if each.suffix in kinds}
+        if others := sorted(there - used):
+            log.warning(
+                "%s: %s of its files are left out, as %s is: the package datasets finds splits by "
+                "the names of files and folders. Name them with data.data_files=….",
+                self._where, f"{len(others):,}", others[0],
+            )  # fmt: skip
 
     @property
     def _where(self) -> str:
