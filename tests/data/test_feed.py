@@ -514,10 +514,11 @@ def run(data, *callbacks, **settings):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["ours", "plain"])
+@pytest.mark.parametrize("kind", ["ours", "plain", "plain persistent"])
 def test_a_hook_that_iterates_over_the_data_gets_all_and_takes_nothing_from_the_loop(kind, workers):
+    options = {"persistent_workers": True} if kind == "plain persistent" and workers else {}
     settings = {"global_batch_size": 4, "eval_batch_size": 4} if kind == "ours" else {}
-    data = Ours() if kind == "ours" else Simple(num_workers=workers)
+    data = Ours() if kind == "ours" else Simple(**options, num_workers=workers)
     module, _ = run(data, num_workers=workers, micro_batch_size=2, **settings)
     assert sorted(chain(*module.steps)) == sorted(2 * [*range(12)])
     second_epoch = module.steps[6:]

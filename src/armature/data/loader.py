@@ -40,12 +40,21 @@ class FedLoader(DataLoader[Any]):
     reader: DataLoader[Any]
     fed_by: Any
     device: torch.device | None
+    reading = False  # somebody has begun and not ended
 
     @override
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # from the first `next` on: workers copy the dataset then, and on_train_start may change it
-        batches = iter(self.reader)
-        yield from batches if self.device is None else _ahead(batches, self.device)
+        reader, busy = self.reader, self.reading and self.reader.persistent_workers
+        if busy:  # persistent workers have one iterator, and a hook must not set the loop's back
+            reader = copy.copy(reader)
+            vars(reader).update(_iterator=None, persistent_workers=False)
+        vars(self)["reading"] = True
+        try:
+            batches = iter(reader)
+            yield from batches if self.device is None else _ahead(batches, self.device)
+        finally:
+            vars(self)["reading"] = busy
 
     @override
     def __len__(self) -> int:
