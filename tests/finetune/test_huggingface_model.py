@@ -16,6 +16,7 @@ from armature.data.labels import LabeledData
 from armature.errors import ConfigError
 from armature.finetune import built, check, others
 from armature.layout import Layout
+from armature.models.huggingface import model
 from armature.models.huggingface.model import PretrainedModel
 from armature.models.huggingface.sharding import plan_of
 from armature.parallel import plan_check
@@ -203,6 +204,66 @@ def test_computed_tables_keep_their_type():
     assert model.inner.q.weight.dtype == torch.bfloat16
     assert model.inner.inv_freq.dtype == torch.float32
     assert model.inner.inv_freq.item() == pytest.approx(0.123456789, rel=1e-7)
+
+
+class Attentive(nn.ModuleList):
+    """A causal language model of transformers that returns the positions it is told."""
+
+    def __init__(self, *parts, kinds=None, model_type="llama"):
+        super().__init__(parts)
+        text = SimpleNamespace(layer_types=kinds, model_type=model_type)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def get_decoder(self):
+        return self
+
+    def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
+        return SimpleNamespace(logits=position_ids)
+
+
+def causal_lm(inner):
+    own = model.CausalLM.__new__(model.CausalLM)
+    nn.Module.__init__(own)
+    own.inner = inner
+    return own
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (Attentive(kinds=["full_attention", "sliding_attention"]), None),  # as RoBERTa
+        (Attentive(kinds=["full_attention", "linear_attention"]), [[3, 4]]),
+        (Attentive(nn.Conv1d(4, 4, 3)), [[3, 4]]),
+    ],
+)
+def test_a_cache_continues_at_the_models_own_positions(inner, told):
+    own, cache = causal_lm(inner), SimpleNamespace(length=3, values=None, newest_only=False)
+    found = own(torch.zeros(1, 2), cache=cache)
+    assert (None if found is None else found.tolist()) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())]
+)
+def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
+    assert causal_lm(Attentive(model_type=kind)).read_directly == names
+
+
+class Tied(nn.Module):
+    all_tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+
+
+def test_two_values_of_weights_that_are_tied_are_refused():
+    own = causal_lm(Tied())
+    own.pretrained, own._read = "folder", lambda **options: (own.inner, {})
+    with pytest.raises(ValueError, match=r"head\.weight and embedding\.weight are one parameter"):
+        own.whole_state()
+    own.inner.head.weight = own.inner.embedding.weight
+    assert len(own.whole_state()) == 2
 
 
 class Named(LabeledData):

@@ -36,6 +36,29 @@ def test_only_adapters_of_the_blocks_are_trained_and_weights_keep_their_names():
     }
 
 
+class Mixers(nn.Module):
+    """A model of which some weights are read past their Linears, as Mamba's."""
+
+    read_directly = ("out_proj",)
+
+    def __init__(self):
+        super().__init__()
+        parts = {name: nn.Linear(64, 64) for name in ("in_proj", "out_proj")}
+        self.blocks, self.head = nn.ModuleList([nn.ModuleDict(parts)]), nn.Linear(64, 8)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_what_is_read_past_its_linear_gets_no_adapter_and_stays_whole(quantize):
+    model = Mixers()
+    Lora(**ADAPTER, quantize=quantize).add_to(model)
+    assert trained(model) == {"blocks.0.in_proj.lora_A", "blocks.0.in_proj.lora_B"}
+    assert type(model.get_submodule("blocks.0.out_proj")) is nn.Linear
+    with pytest.raises(
+        ConfigError, match=r"the weights of blocks\.\*\.out_proj are read past their Linears"
+    ):
+        Lora(**ADAPTER, targets=["*_proj"]).add_to(Mixers())
+
+
 def test_blocks_without_linears_are_named():
     def model(block: nn.Module) -> nn.Module:
         return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(4, 8)})

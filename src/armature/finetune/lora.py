@@ -101,7 +101,10 @@ class Lora:
         linears = {
             name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
         }
-        targets = self._chosen(model, linears)
+        # last parts of names of weights on which adapters would do nothing and 4 bits would fail
+        read_directly = getattr(model, "read_directly", ())
+        past = {name for name in linears if name.rpartition(".")[2] in read_directly}
+        targets = self._chosen(model, linears, past)
         extra = self._trained(model)
         named = [*model.named_parameters(remove_duplicate=False)]
         times = Counter(id(param) for _, param in named)
@@ -116,7 +119,7 @@ class Lora:
                 f"task.adapter.targets, or train it as a whole: task.adapter.train=[{odd[0]}]."
             )
         if self.quantize is not None:
-            inside = {name: linears[name] for name in _inside(linears)}
+            inside = {name: linears[name] for name in _inside(linears) if name not in past}
             linears |= self._in_4_bits(inside, extra)
         model.requires_grad_(False)
         for name, param in named:
@@ -137,9 +140,9 @@ class Lora:
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
-    def _chosen(self, model: nn.Module, linears: dict[str, nn.Linear]) -> list[str]:
+    def _chosen(self, model: nn.Module, linears: dict[str, nn.Linear], past: set[str]) -> list[str]:
         if self.targets is None:
-            if not (chosen := _inside(linears)):
+            if not (chosen := [name for name in _inside(linears) if name not in past]):
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
             own = dict(model.named_parameters())  # without a head's that is tied
             if not _is_repeated(chosen[0]) and any(map(_is_repeated, own)):
@@ -158,7 +161,13 @@ class Lora:
                 "There are: "
                 f"{_kinds(linears)}."
             )
-        return [name for name in linears if any(_matches(name, each) for each in self.targets)]
+        chosen = [name for name in linears if any(_matches(name, each) for each in self.targets)]
+        if odd := [name for name in chosen if name in past]:
+            raise ConfigError(
+                f"task.adapter.targets={self.targets}: the weights of {_kinds(odd)} are read past "
+                "their Linears, so that an adapter would do nothing. Leave them out."
+            )
+        return chosen
 
     def _in_4_bits(self, linears: dict[str, nn.Linear], trained: set[str]) -> dict[str, nn.Linear]:
         """Return these Linears in 4 bits, without those whose weight is trained as a whole."""

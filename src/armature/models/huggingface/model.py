@@ -27,6 +27,24 @@ from armature.models.wrapped import Match, WrappedModel, weights_on
 NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError)
 
 
+# kinds of layers, in transformers' words
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on
+# CPUs as well
+STATE_SPACES = {
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "zamba2",
+}
+
+
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
 
@@ -139,6 +157,26 @@ class PretrainedModel(WrappedModel):
         """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
 
+    @cached_property
+    def other_layers(self) -> list[str]:
+        """What reads other positions besides attention: kinds of layers, in transformers' words, or
+        a convolution.
+        """
+        kinds = {
+            *(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())
+        } - ATTENTION
+        text = self.inner.get_decoder()  # without towers of sounds and images
+        convolutions = any(isinstance(module, nn.Conv1d) for module in text.modules())
+        return sorted(kinds) or ["convolution"] * convolutions
+
+    @property
+    def read_directly(self) -> tuple[str, ...]:
+        """Last parts of the names of Linears whose weights are read past their forward: adapters
+        would do nothing.
+        """
+        is_read = self.inner.config.get_text_config().model_type in STATE_SPACES
+        return ("dt_proj", "out_proj", "x_proj") if is_read else ()
+
     @override
     def match(self, saved: Mapping[str, Any]) -> Match:
         found = self._read(device_map="meta", ignore_mismatched_sizes=True)[1]
@@ -149,7 +187,14 @@ class PretrainedModel(WrappedModel):
 
     @override
     def whole_state(self) -> dict[str, Tensor]:
-        return self._read(dtype="auto", ignore_mismatched_sizes=True)[0].state_dict()
+        state = self._read(dtype="auto", ignore_mismatched_sizes=True)[0].state_dict()
+        for name, first in self.inner.all_tied_weights_keys.items():
+            if name in state and first in state and not state[name].equal(state[first]):
+                raise ValueError(
+                    f"{self.pretrained}: {name} and {first} are one parameter by config.json, and "
+                    "its files hold two values. Set tie_word_embeddings to false in config.json"
+                )
+        return state
 
     def _read(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         """Return the model that transformers reads from the folder, and how its tensors fit."""
@@ -225,7 +270,8 @@ class CausalLM(PretrainedModel):
         )
         begin, cache.length = cache.length, cache.length + inputs.shape[1]
         if self._has_cache:
-            if "position_ids" in self._accepted:  # a recurrent model would begin at 0 again
+            # Bamba would begin at 0 again; RoBERTa counts its own from the padding token's id
+            if self.other_layers and "position_ids" in self._accepted:
                 kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
             return self.inner(
                 input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept
