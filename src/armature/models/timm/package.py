@@ -23,9 +23,10 @@ def load() -> Any:
     # models import constants from timm.data, whose own __init__ imports transforms of images
     constants = Path(found.origin).with_name("data") / "constants.py"
     spec: Any = spec_from_file_location("timm.data", constants)
-    sys.modules |= {**stand_ins, "timm.data": module_from_spec(spec)}
+    stand_ins["timm.data"] = module_from_spec(spec)
+    sys.modules |= stand_ins
     try:
-        spec.loader.exec_module(sys.modules["timm.data"])
+        spec.loader.exec_module(stand_ins["timm.data"])
         return importlib.import_module("timm")
     finally:
         for name in stand_ins:
