@@ -40,7 +40,8 @@ launch.hang_timeout=nan launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
 task.preview_temperature=-1 
 task.preview_prompt='' data.source.vocab_size=100
-data.source.val_fraction=nan data.source.path=5 data.num_workers=null data.context=0
+data.source.val_fraction=nan data.source.val_fraction=0 data.source.test_fraction=1.0
+data.source.path=5 data.num_workers=null data.context=0
 data.source=5 strategy.activation_checkpointing=some strategy.compile=yes strategy.stage=true
 model._target_=null model._target_=5 model._target_=a..b model._partial_=false
 run.root='' run.root=s3://bucket/runs
@@ -104,6 +105,18 @@ TOGETHER = [
     ),
     ("data=tokens", "data.path=.", "data.source.tokenizer=nowhere"),
     ("data=text", "data.path=null"),
+    ("data=blend", "data.paths={a: b}", "data.source.val_fraction=0"),
+    ("data=chat", "data.path=.", "data.source.val_fraction=1.0"),
+    *(
+        (
+            "model=example",
+            "task=example",
+            "data=example",
+            "data._target_=tests.plain_parts.Data",
+            f"data.global_batch_size={size}",
+        )
+        for size in (0, -8)
+    ),
 ]
 
 

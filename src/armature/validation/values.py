@@ -94,6 +94,8 @@ PositiveChannels = Annotated[
 ]
 Channels = Annotated[list[Number], Field(min_length=3, max_length=3, description="three numbers")]
 BytesAndEnd = Annotated[int, Field(ge=257)]
+# of text, of which every split needs some
+HeldOut = Annotated[Number, Field(gt=0, lt=0.9, description="a number above 0 and below 0.9")]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -109,6 +111,7 @@ Betas = Annotated[
 class OfAnyData:
     fold: Count0 | None
     folds: Annotated[int, Field(ge=2)] | None
+    global_batch_size: Count | None
     micro_batch_size: Count | Literal["auto"]
     eval_batch_size: Count | None
     num_workers: Count0
@@ -231,8 +234,8 @@ class OfSource:
     context: Count
     vocab_size: Count
     tokenizer_bytes: Count
-    val_fraction: Share
-    test_fraction: Share
+    val_fraction: Fraction
+    test_fraction: Fraction
     too_long: Literal["cut", "drop"]
 
 
@@ -261,10 +264,14 @@ class OfSyntheticData:
 
 class OfCorpus:
     vocab_size: BytesAndEnd
+    val_fraction: HeldOut
+    test_fraction: HeldOut
 
 
 class OfBlend:
     vocab_size: BytesAndEnd
+    val_fraction: HeldOut
+    test_fraction: HeldOut
     paths: NamedPaths
     field: Word
     cache_dir: Folder | None
