@@ -58,6 +58,17 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
         checks.check(composed(*typed[:2]), prepare=False)
 
 
+def test_a_key_of_the_task_in_a_group_that_it_does_not_take_is_refused():
+    cfg = composed()
+    with open_dict(cfg):
+        cfg.task, cfg.model.hidden = {"_target_": f"{USERS}.Ignores", "hidden": 8}, 64
+    (problem,) = lightning_parts.misplaced_problems(cfg)
+    assert problem.startswith("model.hidden: tests.validation.users.Ignores does not take the")
+    assert problem.endswith("In the experiment, write hidden below task: instead of below model:.")
+    with pytest.raises(ConfigError, match=r"^model\.hidden: "):
+        checks.check(cfg, prepare=False)
+
+
 def test_a_typed_key_of_a_group_that_the_task_does_not_use_is_refused():
     cfg = composed()
     with open_dict(cfg):

@@ -109,6 +109,8 @@ def _checked(
 ) -> DictConfig:
     signatures.allow(cfg.launch.allowed_packages)
     if OmegaConf.select(cfg, "task._target_") is not None:
+        if problems := lightning_parts.misplaced_problems(cfg):
+            raise ConfigError(problems)
         forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)

@@ -33,6 +33,20 @@ def warn_of_unused_groups(cfg: DictConfig) -> None:
         )
 
 
+def misplaced_problems(cfg: DictConfig) -> list[str]:
+    """Return the keys of the task that a file, such as an experiment, sets in a group that the task
+    does not take.
+    """
+    return [
+        f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} is "
+        f"its own. In the experiment, write {key} below task: instead of below {group}:."
+        for group in signatures.unused(cfg.task)
+        for taken in [signatures.signature_at(str((cfg[group] or {}).get("_target_"))).parameters]
+        for key in cfg[group] or ()
+        if key in cfg.task and key not in (*signatures.HYDRA_KEYS, *taken)
+    ]
+
+
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of a group that neither the task takes nor a key refers to, and that
     the task has itself.
