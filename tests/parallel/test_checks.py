@@ -191,7 +191,17 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             {"micro_batch_size": 9},
             "microbatches=4",
         ),
-        ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not a multiple"),
+        (
+            {"pipe": 2},
+            {"data": {"micro_batch_size": 6, "global_batch_size": 36}},
+            "data.micro_batch_size=6 is not a multiple of strategy.microbatches=4. Type "
+            "strategy.microbatches=3, or data.micro_batch_size=4.$",
+        ),
+        (
+            {"pipe": 2},
+            {"data": {"micro_batch_size": 6, "global_batch_size": 18}},
+            "microbatches=3, or data.micro_batch_size=4 and data.global_batch_size=20.$",
+        ),
         (
             {"pipe": 2, "microbatches": 16},
             {
@@ -353,6 +363,14 @@ def test_what_cannot_work_is_said_before_launch(
 def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, accelerator: str) -> None:
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
     assert found(strategy, **arguments) == []
+
+
+def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.Run, "torch", (2, 11))
+    asked = {"pipe": 2, "schedule": "zero_bubble"}
+    assert found(asked) == []
+    (message,) = found(asked, trainer={"accelerator": "cpu"})
+    assert message.endswith("Type pip install -U torch, or strategy.schedule=1f1b.")
 
 
 def test_a_module_that_builds_its_own_model_may_have_experts() -> None:

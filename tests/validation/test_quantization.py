@@ -53,6 +53,12 @@ def test_what_works_is_not_refused():
         assert problems({"_target_": MESH, **axes}, ranks=ranks) == ""
 
 
+def test_shards_need_a_newer_torch(monkeypatch):
+    monkeypatch.setattr(combinations.Run, "torch", (2, 11))
+    assert "needs torch 2.12" in problems({"_target_": MESH, "shard": 2}, ranks=2)
+    assert problems({"_target_": MESH, "tensor": 2}, ranks=2) == ""
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "says"),
     [

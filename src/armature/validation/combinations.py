@@ -13,6 +13,7 @@ attribute that is a literal:
     strategy=fsdp"}
 """
 
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -130,6 +131,10 @@ class Run:
         return hardware.compute_capability() or FLOAT8_CAPABILITY
 
     @property
+    def torch(self) -> tuple[int, ...]:
+        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+
+    @property
     def reads_checkpoint(self) -> bool:
         """Whether the run takes its weights from another run's checkpoint."""
         named = self.cfg.get("resume") or "auto"
@@ -241,6 +246,12 @@ RULES: dict[str, Rules] = {
             lambda r: r.compile not in (None, "none"),
             " with strategy.compile={r.compile}: the compiler would keep each dense matrix from "
             "forward to backward. Type strategy.compile=none.",
+        ),
+        (
+            # before, fully_shard takes no weights that are no floats
+            lambda r: "shard" in r.layout.methods and r.torch < (2, 12),
+            " with a sharded strategy needs torch 2.12; older ones shard floats "
+            "only. Type pip install -U torch, or strategy=ddp, or strategy=tensor.",
         ),
     ],
     "data": [
@@ -512,6 +523,11 @@ RULES: dict[str, Rules] = {
             "strategy.schedule=1f1b.",
         ),
         (
+            lambda r: r.zero_bubble and r.accelerator == "cpu" and r.torch < (2, 12),
+            " on CPUs needs torch 2.12: 2.11 begins with messages from a rank to itself, which "
+            "gloo refuses. Type pip install -U torch, or strategy.schedule=1f1b.",
+        ),
+        (
             lambda r: r.zero_bubble and r.compile != "none",
             " splits backward, which compiled blocks cannot. Type strategy.compile=none.",
         ),
@@ -661,11 +677,21 @@ def _of_stages(r: Run) -> Iterator[str]:
             f"strategy.microbatches={chunks} must be a multiple of strategy.pipe={r.pipe} for "
             f"interleaved_1f1b. Type strategy.microbatches={_next(chunks, r.pipe)}."
         )
-    share = (batching.configured_batch_size(r.data) or chunks) // max(1, r.layout.data_ranks)
+    whole, ranks = batching.configured_batch_size(r.data), max(1, r.layout.data_ranks)
+    share = (whole or chunks) // ranks
     if isinstance(micro, int) and micro % max(1, chunks):
+        step = r.pipe if r.schedule == INTERLEAVED else 1
+        fits = [n for n in range(least, min(micro, 4096) + 1, step) if micro % n == 0]
+        ways = [f"strategy.microbatches={min(fits, key=lambda n: abs(n - chunks))}"] if fits else []
+        size = math.gcd(share if whole else 0, _next(micro, chunks))
+        if size % chunks == 0:
+            ways.append(f"data.micro_batch_size={size}")
+        else:
+            larger = _next(share, chunks) * ranks
+            ways.append(f"data.micro_batch_size={chunks} and data.global_batch_size={larger}")
         yield (
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
-            f"Type data.micro_batch_size={_next(micro, chunks)}."
+            f"Type {', or '.join(ways)}."
         )
     elif not isinstance(micro, int) and share < chunks:
         yield (
