@@ -237,6 +237,7 @@ FILES = {
         "/model: NAME' in its defaults list. And trainer.max_steps: a file has no dotted keys. "
         "Write max_steps: below trainer:."
     ),
+    "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",
     "# @package _global_\ndefaults: [model: example]\n": "Write '- override /model: example'.",
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
@@ -251,7 +252,8 @@ def own(tmp_path):
 
     def write(text: str) -> Path:
         (tmp_path / "own" / "experiment").mkdir(parents=True)
-        (tmp_path / "own" / "experiment" / "lone.yaml").write_text(text)
+        written = text.encode(errors="surrogateescape")  # "\udce9" is é in Latin-1
+        (tmp_path / "own" / "experiment" / "lone.yaml").write_bytes(written)
         return tmp_path / "own"
 
     return write

@@ -28,6 +28,7 @@ from armature.errors import (
     EndedByCode,
     RunFailed,
     brief,
+    error_line,
     masked,
 )
 from armature.launcher import environment
@@ -79,7 +80,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     gc.disable()
     if not {*hardware.WAITING} & {*os.environ}:
         os.environ |= hardware.WAITING
-    load_dotenv(Path.cwd() / ".env")
+    _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     if sys.argv[1:2] == [TRIAL_OPTION]:
         return _run_trial(main)
@@ -157,6 +158,18 @@ def _completing_ours_only() -> Iterator[None]:
     with redirect_stdout(printed):
         yield
     print(printed.getvalue().replace(_SOUGHT, f"{_SOUGHT} || return"), end="")
+
+
+def _load_env(file: Path) -> None:
+    try:
+        load_dotenv(file)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL
+        refuse(
+            [
+                f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it "
+                "readable, or remove it."
+            ]
+        )
 
 
 def compose(typed: Sequence[str]) -> DictConfig:
@@ -435,7 +448,7 @@ def parse_overrides(
     Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
     """
     make_lasting()
-    load_dotenv(Path.cwd() / ".env")
+    _load_env(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
     if wrong := [
         each for each in typed if each[:1] == "-" or ("=" not in each and each[:1] != "~")

@@ -119,6 +119,10 @@ def test_a_space_without_values_is_refused(text, expected):
     [
         (["optimizer.lr=-1"], "refused: optimizer.lr=-1"),  # a sweep of one trial
         (
+            ["sweep=lr", "hydra.sweeper.max_batch_size=-1"],
+            "hydra.sweeper.max_batch_size=-1: type a number of trials",
+        ),
+        (
             ["optimizer.lr=interval(1e-4,1e-2)"],
             "Type sweep=optuna, which chooses them, or a list, as in optimizer.lr=A,B",
         ),

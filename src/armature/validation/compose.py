@@ -249,6 +249,11 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return fixed, [], False  # which values there are is the sweeper's secret
     if problems := space.grid_problems(parsed):
         raise ConfigError(problems)
+    if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
+        raise ConfigError(
+            f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null "
+            "for all."
+        )
     return (
         fixed,
         _grid(hydra, parsed, parser),
@@ -401,6 +406,8 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return f"{where}: line {mark.line + 1}: {error.problem}."
+    if isinstance(error, UnicodeDecodeError):
+        return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
