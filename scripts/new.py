@@ -107,6 +107,14 @@ def texts(name: str, root: Path = ROOT) -> dict[Path, str]:
         raise ConfigError(problems)
     source, target = PACKAGE.parent / "example", root / "src" / name
     configs = {group: SHIPPED / group / "example.yaml" for group in GROUPS}
+    gone = [
+        os.path.relpath(path, ROOT) for path in (source, *configs.values()) if not path.exists()
+    ]
+    if gone:
+        raise ConfigError(
+            f"NAME={name}: {', '.join(gone)} is gone, which this command copies. Take it from the "
+            "commit that had it: git checkout COMMIT -- src/example 'configs/*/example.yaml'."
+        )
     copies = {target / path.name: path for path in sorted(source.glob("*.py"))}
     copies |= {root / "configs" / group / f"{name}.yaml": path for group, path in configs.items()}
     if root != ROOT:

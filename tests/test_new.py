@@ -43,6 +43,12 @@ def test_names_that_would_not_work_are_refused(name, expected):
         new.texts(name)
 
 
+def test_a_deleted_example_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(new, "SHIPPED", tmp_path)
+    with pytest.raises(ConfigError, match=r"stars: .*model/example.yaml.* is gone"):
+        new.texts("stars")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
