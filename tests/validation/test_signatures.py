@@ -137,6 +137,10 @@ def test_sound_arguments_are_accepted(node):
             ["node.lr={'a': 1}", "takes float or"],
         ),
         (
+            {"_target_": "sample.net.Net", "width": 3, "_convert_": "alll"},
+            ["node._convert_='alll'", "partial, object, all"],
+        ),
+        (
             {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]},
             ["node.save_dir=[1]", "str"],
         ),

@@ -87,6 +87,7 @@ NEVER = (
     "pip",
     "pkg_resources",
 )
+CONVERSIONS = ("none", "partial", "object", "all")  # Hydra's _convert_
 # of the standard library, harmless classes
 PLAIN = ("collections", "datetime", "decimal", "fractions", "pathlib")
 ROLES = {  # group → base classes of which one is needed
@@ -182,6 +183,9 @@ def _node_problems(
             f"{path}._target_={target}: must be the dotted name of a class, as in "
             "'torch.optim.AdamW'."
         ]
+    convert, found = node.get("_convert_"), list[str]()
+    if convert is not None and str(getattr(convert, "value", convert)).lower() not in CONVERSIONS:
+        found.append(f"{path}._convert_={convert!r}: must be one of {', '.join(CONVERSIONS)}.")
     if (refused := _forbidden(path, target, allowed)) is not None:
         return [refused]
     definition = signatures.find_definition(target)
@@ -190,7 +194,7 @@ def _node_problems(
             f"{path}._target_={target}: there is no such class or "
             f"function.{_own(path, target) or signatures.near_definition(target)}"
         ]
-    found = signatures.argument_problems(path, node, definition, known=known)
+    found += signatures.argument_problems(path, node, definition, known=known)
     return found or _role_problems(path, node, definition, complete=complete)
 
 
@@ -320,10 +324,16 @@ def _role_problems(
         if group == "strategy":
             advice = "Type strategy=ddp, strategy=fsdp, or another one of configs/strategy/."
         return [f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. {advice}"]
-    if group in PASSED and not node.get("_partial_"):
+    partial = node.get("_partial_")
+    if group in PASSED and not partial:
         return [
             f"{path}._partial_=false: the task calls it with its parameters. Write _partial_: "
             f"true into its file, or type ++{path}._partial_=true."
+        ]
+    if partial and group not in PASSED and group != "model":
+        return [
+            f"{path}._partial_=true: the run builds it at once. Remove the line, or type "
+            f"{path}._partial_=false."
         ]
     by_name = PASSED_BY_NAME.get(group, ())
     return _missing(path, node, definition, passed=PASSED.get(group, 0), by_name=by_name)
