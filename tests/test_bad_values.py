@@ -57,6 +57,8 @@ logger=5 ~run +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~t
 ~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={}
 +callbacks.e._target_=torch.nn.Linear +logger.e._target_=torch.nn.Identity
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
++callbacks.e={_target_:lightning.pytorch.callbacks.DeviceStatsMonitor,_partial_:true}
+trainer.test_at_end=5
 """)
 TOGETHER = [
     ("experiment=digits", "data.shift=100"),
@@ -296,6 +298,7 @@ def test_a_stranger_s_run_allows_no_packages(tmp_path):
     ("typed", "says"),
     [
         ("trainer.limit_val_batches=0", "checkpoint.monitor=val/loss is never known"),
+        ("trainer.val_every_n_steps=501", "is beyond trainer.max_steps=500"),
         ("checkpoint.monitor=val/perplexity", "Type checkpoint.mode=max if its highest is"),
     ],
 )
@@ -322,18 +325,38 @@ def test_what_a_constructor_refuses_is_named_by_its_key():
         instantiate(bug.a)
 
 
-def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_or_it_is_decoded(
-    monkeypatch,
-):
-    monkeypatch.setenv("NUMBER", "3")
-    typed = ["seed=${oc.env:NUMBER}", "run.name=${oc.env:NUMBER}"]
-    typed.append("model.layers='${oc.decode:${oc.env:NUMBER}}'")
-    cfg = values.written_out(cli.compose(typed))
-    written = OmegaConf.to_container(cfg, resolve=False)
-    found = [written[group] for group in ("seed", "run", "model")]
-    assert (found[0], found[1]["name"], found[2]["layers"]) == (3, "${oc.env:NUMBER}", 3)
-    (problem,) = problems_of("trainer.devices=${oc.env:NUMBER}")
-    assert problem.endswith("without quotes, or ${oc.decode:${oc.env:NAME}}.")
+@pytest.mark.parametrize("content", [b"KEY=\xff\xfe", b"KEY=a\0b"])
+def test_an_environment_file_that_is_no_text_is_named(content, tmp_path, capsys):
+    (tmp_path / ".env").write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli._load_env(tmp_path / ".env")
+    assert f"{tmp_path / '.env'} cannot be read" in capsys.readouterr().err
+
+
+def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(monkeypatch):
+    variables = {
+        "DEVICES": "2",
+        "RATE": "3e-4",
+        "DEPTH": "3",
+        "TIED": "false",
+        "NAME": "123",
+        "WARMUP": "0.5",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    keys = {
+        "trainer.devices": "DEVICES",
+        "trainer.test_at_end": "TIED",
+        "optimizer.lr": "RATE",
+        "model.layers": "DEPTH",
+        "model.tied": "TIED",
+        "scheduler.warmup": "WARMUP",
+        "run.name": "NAME",
+    }
+    cfg = values.written_out(
+        cli.compose([f"{key}=${{oc.env:{name}}}" for key, name in keys.items()])
+    )
+    assert [OmegaConf.select(cfg, key) for key in keys] == [2, False, 3e-4, 3, False, 0.5, "123"]
 
 
 def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
@@ -341,14 +364,16 @@ def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
     typed = [
         "trainer.devices=${oc.env:NOT_SET_HERE}",
         "trainer.max_steps=${trainer.max_steps}",
+        "seed=${oc.env:NOT_SET_HERE}",
         "data.context=${lr}",  # to which model.context refers
     ]
     with pytest.raises(ConfigError) as error:
         check(prefer_typed(cli.compose(typed), typed), prepare=False)
     assert sorted(each.partition(" Type NOT")[0] for each in error.value.problems) == [
         "data.context: it is ${lr}, and there is no key 'lr'. Type data.context=… for its value.",
+        "seed: the environment has no NOT_SET_HERE.",
         "trainer.devices: the environment has no NOT_SET_HERE.",
-        "trainer.max_steps: Recursive interpolation detected.",
+        "trainer.max_steps: it refers to itself. Type trainer.max_steps=… for its value.",
     ]
 
 
@@ -393,7 +418,7 @@ def test_a_class_of_the_user_s_that_is_not_found_is_named(target, said, tmp_path
         (
             ['optimizer.lr="1e-3"'],
             "optimizer.lr=1e-3: must be a number above 0. It is text: type "
-            "optimizer.lr=1e-3 without quotes, or ${oc.decode:${oc.env:NAME}}.",
+            "optimizer.lr=1e-3 without quotes.",
         ),
     ],
 )

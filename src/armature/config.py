@@ -45,6 +45,8 @@ Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Count0 = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+# OmegaConf makes true of any number but 0
+Switch = Annotated[Any, bool]
 Share = Annotated[Number, Field(gt=0, le=1, description="a share of them above 0.0 and up to 1.0")]
 Word = Annotated[str, Field(pattern=r"\S")]
 Folder = Annotated[Word, Field(description="a folder")]
@@ -89,7 +91,7 @@ class Run:
     )
     notes: str | None = MISSING
     group: str | None = MISSING
-    report: bool = MISSING
+    report: Switch = MISSING
     dir: Computed = None  # root/name once the name is decided
     id: Computed = None  # the run's id for loggers, the same for all its starts
     git: Computed = None  # commit and dirty, of the code at the newest start
@@ -118,11 +120,11 @@ class Trainer:
     limit_test_batches: Annotated[Any, Count0 | Share | None] = MISSING
     log_every_n_steps: Count = MISSING
     on_nan: Annotated[str, Literal["stop", "skip", "ignore"]] = MISSING
-    test_at_end: bool = MISSING
-    deterministic: bool = MISSING
-    detect_anomaly: bool = MISSING
+    test_at_end: Switch = MISSING
+    deterministic: Switch = MISSING
+    detect_anomaly: Switch = MISSING
     matmul_precision: Annotated[str, Literal["highest", "high", "medium"]] = MISSING
-    profile: bool = MISSING
+    profile: Switch = MISSING
 
 
 @dataclass
@@ -134,12 +136,12 @@ class Checkpoint:
     keep_every_n_steps: Count | None = MISSING
     monitor: Metric = MISSING
     mode: Annotated[str, Literal["min", "max"]] = MISSING
-    at_end: bool = MISSING
-    background: bool = MISSING
+    at_end: Switch = MISSING
+    background: Switch = MISSING
     on_failure: Annotated[str, Literal["continue", "stop"]] = MISSING
     root: Annotated[Word, Field(description="a folder or an object store")] | None = MISSING
-    include_base: bool = MISSING
-    trust: bool = MISSING
+    include_base: Switch = MISSING
+    trust: Switch = MISSING
 
 
 @dataclass

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -33,7 +34,7 @@ from armature.config import (
 )
 from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
-from armature.validation import foreign_keys
+from armature.validation import foreign_keys, signatures
 
 # what others call it → here
 ALIASES = {
@@ -443,8 +444,7 @@ def answer_to(key: str, hint: Any, value: Any) -> str | None:
     for read in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             if accepts(hint, read(value)):
-                decoded = "${oc.decode:${oc.env:NAME}}"
-                return f"{answer} It is text: type {key}={value} without quotes, or {decoded}."
+                return f"{answer} It is text: type {key}={value} without quotes."
     if isinstance(value, str) and accepts(hint, [value]):
         return f"{answer} Type {key}=[{value}]."
     choices = _choices(hint)
@@ -524,14 +524,46 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
 def written_out(cfg: DictConfig) -> DictConfig:
     """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no
     types, and every value of the environment is a text.
+
+    A text becomes one where its key is meant to hold a number, such as one that takes a number or
+    `auto`.
     """
     cfg = cfg.copy()
     for path, value in walk(unresolved(cfg)):
         if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
             found = OmegaConf.select(cfg, path)
+            found = _number(cfg, path, found) if isinstance(found, str) else found
             if isinstance(found, int | float):
                 OmegaConf.update(cfg, path, found)
     return cfg
+
+
+def _number(cfg: DictConfig, path: str, text: str) -> Any:
+    """Return the number, or true or false, that a text stands for at a key that is meant to hold
+    one: by its type, its argument's annotation or its default.
+    """
+    try:
+        number = OmegaConf.from_dotlist([f"number={text}"]).number
+    except yaml.YAMLError:
+        return text
+    if not isinstance(number, int | float):
+        return text
+    parent, _, key = path.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else None
+    target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+    hint = schema(OmegaConf.to_container(cfg)).get(path)  # pyright: ignore[reportArgumentType]
+    if hint is not None:
+        takes = [accepts(hint, each) for each in (number, text)]
+    elif signatures.find_definition(target) is not None:
+        hint = signatures.signature_at(target).parameters.get(key)
+        of_default = isinstance(signatures.defaults_of(target).get(key), int | float)
+        takes = [
+            signatures.accepts(hint, number),
+            not of_default and signatures.accepts(hint, text),
+        ]
+    else:
+        return text
+    return number if takes == [True, False] else text
 
 
 # ---------------------------------------------------------------- secrets
