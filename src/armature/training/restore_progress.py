@@ -59,6 +59,8 @@ class RestoreProgress(RunHooks, Callback):
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
+        # as built, of attributes that the module's own hook takes from the checkpoint
+        self._loaded: user_state.Marks = user_state.NONE
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -104,11 +106,14 @@ class RestoreProgress(RunHooks, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
         assert self._trainer is not None
+        now = user_state.marks(self._trainer)
+        self._loaded = {path: mark for path, mark in self._loaded.items() if now.get(path) != mark}
         layout = StrategyMixin.of(self._trainer).layout
         self._random = randomness.of_this_rank(state_dict["random"], layout) or self._random
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
+        self._loaded = user_state.marks(trainer)
         states = checkpoint.get("callbacks", {})
         self._then = states.get(self.state_key, {}).get("built", {})
         now = plain.restored(self._built["callbacks"])
@@ -126,7 +131,7 @@ class RestoreProgress(RunHooks, Callback):
             self._find_schedules(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._marks = user_state.marks(trainer)
+        self._marks = {**user_state.marks(trainer), **self._loaded}
         self._find_schedules(trainer)
 
     def _find_schedules(self, trainer: Trainer) -> None:
