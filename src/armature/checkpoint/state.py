@@ -82,10 +82,24 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
     The state dict is asked first, since it reshards gathered weights.
     """
     names: dict[Tensor, str] = {}
-    for name, value in [*module.state_dict(keep_vars=True).items(), *module.named_parameters()]:
+    for name, value in [*state_of_parameters(module).items(), *module.named_parameters()]:
         if isinstance(value, nn.Parameter):
             names.setdefault(value, name)
     return names
+
+
+def state_of_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict with the parameters themselves: torch's if the module's own takes no
+    arguments.
+    """
+    if _takes(module.state_dict, "keep_vars"):
+        return module.state_dict(keep_vars=True)
+    return nn.Module.state_dict(module, keep_vars=True)
+
+
+def _takes(method: Callable[..., Any], argument: str) -> bool:
+    given = inspect.signature(method).parameters
+    return argument in given or any(each.kind is each.VAR_KEYWORD for each in given.values())
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Any]:
@@ -170,9 +184,7 @@ def load_tensors_of(
     """
     decides = type(module).load_state_dict is not nn.Module.load_state_dict
     options: dict[str, Any] = {"strict": strict and decides}
-    taken = inspect.signature(module.load_state_dict).parameters
-    open_to_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-    if assign and ("assign" in taken or open_to_all):
+    if assign and _takes(module.load_state_dict, "assign"):
         options["assign"] = True
     try:
         missing, surplus = module.load_state_dict(weights, **options) or ([], [])

@@ -219,7 +219,7 @@ class CheckpointMixin(LayoutMixin):
             if isinstance(each, Optimizer)
             for param in _stepped(each)
         }
-        own = self.module.state_dict(keep_vars=True)
+        own = state.state_of_parameters(self.module)
         changed = {
             n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)
         }

@@ -128,6 +128,12 @@ class DDP(StrategyMixin, DDPStrategy):
         assert isinstance(wrapped, DistributedDataParallel)
         # an error of the step before would be lost with its reducer
         wrapped._check_reducer_finalized()
+        trainer = self.module.trainer
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+            # what this step's earlier micro-batches have added is not reduced yet
+            for param in changed:
+                if param.grad is not None and not param.requires_grad:
+                    dist.all_reduce(param.grad.div_(self.world_size))
         # with the last reference, its hooks on the weights are removed
         del wrapped.logger, wrapped.reducer
         self._ddp_kwargs["init_sync"] = False  # the ranks are alike
