@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from armature.checkpoint import convert, directory, resume, storage
 from armature.checkpoint import state as checkpoint
@@ -144,6 +146,28 @@ def test_code_in_meta_does_not_run(saved: Path) -> None:
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
         storage.read_meta(saved)
     assert RAN == []
+
+
+class Reached:
+    """What pickle makes of a member of an enumeration before Python 3.11.4."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return getattr, (_MEM_FORMAT_ENCODING, self.name)
+
+
+def test_metadata_that_an_earlier_python_wrote_are_read(saved: Path) -> None:
+    metadata = storage.read_metadata(saved)
+    metadata.planner_data = Reached("TORCH_CONTIGUOUS_FORMAT")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = storage.read_metadata(saved).planner_data
+    assert found is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    metadata.planner_data = Reached("__class__")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="getattr"):
+        storage.read_metadata(saved)
 
 
 @pytest.mark.guarantee

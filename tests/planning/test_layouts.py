@@ -26,7 +26,7 @@ MODEL = [
     "run.name=layouts",
 ]
 MIXTURE = ["model=mixture_nano", "model.experts=8", "model.expert_hidden=32"]
-EVERYTHING = ["callbacks=[default,ema,monitors]", "callbacks.monitors.norms_every_n_steps=1"]
+EVERYTHING = ["callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=1"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 LAYOUTS = {
     "ddp 2": ["strategy=ddp", "trainer.devices=2"],

@@ -46,7 +46,7 @@ CASES = {
     "fsdp_tensor": [
         "strategy=fsdp_tensor",
         "strategy.tensor=4",
-        "callbacks=[default,ema]",
+        "callbacks=[ema]",
         "data.global_batch_size=8",
     ],
 }

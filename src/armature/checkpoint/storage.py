@@ -3,6 +3,7 @@ trains removes some.
 """
 
 # pyright: reportPrivateImportUsage=false
+import enum
 import io
 import logging
 import os
@@ -251,12 +252,21 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_torch_type = module == "torch" and (
             name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         )
         if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """Return a member of an enumeration, which Python before 3.11.4 pickles as a getattr."""
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError("builtins.getattr")
+    return kind[name]
 
 
 def use_object_store(torchs: Any, path: Path) -> None:
