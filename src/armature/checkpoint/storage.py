@@ -262,7 +262,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _member(kind: Any, name: str) -> enum.Enum:
+def _member(kind: Any, name: str) -> Any:
     """Return a member of an enumeration, which Python before 3.11.4 pickles as a getattr."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError("builtins.getattr")
