@@ -68,6 +68,16 @@ def folder(name: str):
     return damage
 
 
+def pipe(name: str):
+    """Something whose reading never ends."""
+
+    def damage(run: Path) -> None:
+        remove(name)(run)
+        os.mkfifo(run / name)
+
+    return damage
+
+
 def half(name: str):
     return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
 
@@ -131,18 +141,32 @@ def command(capsys, script: str, *arguments: object) -> tuple[int, str]:
 JUNK = {"empty": b"", "NUL": bytes(300), "no text": b"\xff\xfe\x80"}
 READABLE = {
     "last empty": write("checkpoints/last", b""),
+    "last of NUL": write("checkpoints/last", bytes(300)),
+    "last elsewhere": write("checkpoints/last", b"../../etc"),
     "last gone": remove("checkpoints/last"),
+    "last a folder": folder("checkpoints/last"),
+    "last a pipe": pipe("checkpoints/last"),
+    "a file as a step": write("checkpoints/step=000099", b"x"),
     "an empty step": folder("checkpoints/step=000099"),
+    "a step of another digit": folder("checkpoints/step=²"),
+    "the newest a file": write(NEWEST, b"x"),
     **{
         f"manifest {name}": write(f"{NEWEST}/manifest.json", content)
         for name, content in JUNK.items()
     },
+    "manifest a folder": folder(f"{NEWEST}/manifest.json"),
+    "manifest a pipe": pipe(f"{NEWEST}/manifest.json"),
     "manifest without files": manifest(files={}),
+    "manifest of numbers": manifest(files={"meta.pt": 5}),
+    "manifest without sizes": manifest(files={"meta.pt": {}, ".metadata": {}}),
+    "manifest of a device": manifest(files={"/dev/zero": {"bytes": 0, "crc32": 1}}),
     "manifest of another version": manifest(format=9),
     "meta.pt empty": write(f"{NEWEST}/meta.pt", b""),
+    "meta.pt a pipe": pipe(f"{NEWEST}/meta.pt"),
     ".metadata gone": remove(f"{NEWEST}/.metadata"),
     "a shard gone": remove(f"{NEWEST}/__0_0.distcp"),
     "half a shard": half(f"{NEWEST}/__0_0.distcp"),
+    "a shard a folder": folder(f"{NEWEST}/__0_0.distcp"),
 }
 REFUSED = {
     **{
@@ -155,11 +179,13 @@ REFUSED = {
     ),
     "half a config.yaml": (half_a_config, "config.yaml is damaged"),
     "config.yaml gone": (remove("config.yaml"), "no config.yaml"),
+    "config.yaml a pipe": (pipe("config.yaml"), "no config.yaml"),
     "all manifests gone": (
         of_each_checkpoint("manifest.json"),
         "it holds no readable manifest.json",
     ),
     "no checkpoints": (remove("checkpoints"), "no complete checkpoint"),
+    "checkpoints a file": (write("checkpoints", b"x"), "no complete checkpoint"),
     "meta.pt a list": (meta(lambda _: [1, 2]), "it holds a list, not a checkpoint's entries"),
 }
 

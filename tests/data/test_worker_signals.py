@@ -1,5 +1,6 @@
 """A signal that ends a run reaches its data workers, which go on until the rank ends them."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ class Pids(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_a_worker_ends_with_its_rank_alone(context):
+def test_a_worker_ends_with_its_rank_alone(context, monkeypatch):
     loader = DataLoader(
         Pids(),
         num_workers=1,
@@ -39,6 +40,9 @@ def test_a_worker_ends_with_its_rank_alone(context):
     assert [int(each) for each in batches] == [pid] * 7
     (worker,) = batches._workers
     assert worker.is_alive()
+    assert worker in multiprocessing.active_children()
+    # this process may have workers of earlier tests, of which torch would say that they failed
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [worker])
     of_torch = signal.getsignal(signal.SIGCHLD)
     worker_signals._end_workers()
     worker.join(timeout=20)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from armature.checkpoint import convert, directory, resume, storage
 from armature.checkpoint import state as checkpoint
@@ -146,6 +146,14 @@ def test_code_in_meta_does_not_run(saved: Path) -> None:
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
         storage.read_meta(saved)
     assert RAN == []
+
+
+def test_what_a_newer_torch_says_of_a_tensor_is_left_out(saved: Path, monkeypatch) -> None:
+    metadata, state = storage.read_metadata(saved), TensorProperties.__getstate__
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*state(self), (1,)))
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert checkpoint.load_full_state_dict(saved)["weight"].tolist() == [2.0] * 64
 
 
 class Reached:

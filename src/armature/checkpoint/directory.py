@@ -244,8 +244,8 @@ def files_problem(directory: Path, described: FileEntries) -> str | None:
         path = directory / name
         if not path.is_file():  # reading a device or a pipe might never end
             return f"{name} is {'not a regular file' if path.exists() else 'missing'}"
-        if (size := path.stat().st_size) != entry["bytes"]:
-            return f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+        if (size := path.stat().st_size) != entry.get("bytes"):
+            return f"{name} has {size} bytes, not the {entry.get('bytes')} that were saved"
     return None
 
 
@@ -262,6 +262,6 @@ def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str
             found = describe(directory, [name])[name]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror or error})"
-        if found["crc32"] != saved[name]["crc32"]:
+        if found["crc32"] != saved[name].get("crc32"):
             return f"{name} was changed since it was saved (its checksum differs)"
     return None

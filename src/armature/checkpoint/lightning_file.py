@@ -12,6 +12,7 @@ from armature.errors import ConfigError
 
 def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not directory.is_local(path):  # an object store replaces an object as a whole
         storage.write_plain(path, checkpoint)
         return

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
@@ -247,6 +247,14 @@ _METADATA_CLASSES = {  # by module: what .metadata may name
 }
 
 
+class _Properties(TensorProperties):
+    """Leaves out what a newer torch says of a tensor: 2.15 its strides, which no reader needs."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(TensorProperties().__getstate__())])
+        self.__class__ = TensorProperties  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickle what torch.distributed.checkpoint writes into .metadata, and nothing else."""
 
@@ -259,6 +267,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
         if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
+        if name == "TensorProperties":
+            return _Properties
         return super().find_class(module, name)
 
 

@@ -118,6 +118,11 @@ class Corpus:
                     f"of data.source.tokenizer={self.tokenizer}. Type data.source.vocab_size="
                     f"{size}, or the number of tokens of the model that you start from."
                 )
+        if self.val_fraction + self.test_fraction >= 0.9:
+            raise ConfigError(
+                f"data.source.val_fraction={self.val_fraction} and test_fraction="
+                f"{self.test_fraction}: together they must be below 0.9."
+            )
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Next-token prediction."""
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.models.decoder.generation import complete
 from armature.tasks.base import Batch, Task, inputs_and_targets
 
@@ -45,6 +47,11 @@ class LanguageModeling(Task):
         """
         assert self.model is not None
         packed = {"documents": batch["documents"]} if "documents" in batch else {}
+        if packed and "documents" not in inspect.signature(type(self.model).forward).parameters:
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward takes no documents (B, T): packed "
+                "conversations would be mixed. Type data.source.packing=false."
+            )
         return self.model(*inputs_and_targets(batch), **packed)
 
     @override

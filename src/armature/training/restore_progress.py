@@ -73,7 +73,8 @@ class RestoreProgress(RunHooks, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        assert trainer is not None
+        if trainer is None:  # an error before `setup`, after which a callback saves
+            return {}
         if self._user_state is None and self._saved:  # a resume that had no step left
             return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
