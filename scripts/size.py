@@ -50,7 +50,7 @@ LIMITS = {
     "core": Limit(191_250, 145_000),
     "optional": Limit(80_750, 60_000),
     "scripts, benchmarks": Limit(26_540, 26_540),
-    "tests": Limit(249_960, 220_000),
+    "tests": Limit(250_170, 220_000),
     "documentation": Limit(21_050, 21_050),
     "private names": Limit(176, 110),
     "wide lines": Limit(0, 0),

@@ -1,11 +1,35 @@
 """Learning-rate schedules of torch and of users, and who steps them."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
-from tests.lightning_habits.habit import MICRO, OWED, ddp, fsdp
+from tests.lightning_habits.habit import MICRO, OWED, OWED_AT_END, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
+
+
+class Plateau(Regressor):
+    """On a metric of validation, at the end of each epoch."""
+
+    def configure_optimizers(self):
+        optimizer = self.sgd()
+        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, mode="max")
+        return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val/loss"}
+
+
+class Sequential(Regressor):
+    """Warm-up per epoch, then cosine."""
+
+    def configure_optimizers(self):
+        optimizer, epochs = self.sgd(), self.trainer.max_epochs
+        warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs - 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule}}
 
 
 class OwnWarmup(Regressor):
@@ -123,6 +147,8 @@ class LoaderLength(Regressor):
 HABITS = [
     fsdp(OwnWarmup),
     ddp(Cyclic),
+    ddp(Plateau, sample=True, resume=OWED_AT_END),
+    fsdp(Sequential),
     fsdp(FineSchedules, sample=True, resume=OWED),
     ddp(WarmsUp),
     ddp(LoaderLength, MICRO),

@@ -213,6 +213,14 @@ def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
     assert checkpoint.is_weights_only(tmp_path / "step=000000")
 
 
+@pytest.mark.guarantee
+def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=r"a.ckpt: refused"):
+        convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000")
+    assert RAN == []
+
+
 def test_a_machine_that_sees_no_manifest_does_not_call_the_files_intact(tmp_path):
     (tmp_path / "step=000001").mkdir()
     assert (

@@ -13,6 +13,7 @@ from armature.checkpoint import state
 from tests import running
 from tests.data.chat_parts import folder
 from tests.finetune.folders import CONFIG, shapes
+from tests.lightning_habits.compare import differences
 from tests.running import ROOT, environment, rows
 from tests.tasks.preference_runs import VOCABULARY, write_pairs
 
@@ -98,21 +99,20 @@ OTHERS = {  # what changes no loss, and its ranks
 COPY = ["task.adapter=null", "optimizer.lr=1e-3"]  # a frozen copy of the model is the reference
 
 
-@pytest.mark.parametrize("changes", [[], COPY], ids=["adapters", "whole"])
+@pytest.mark.parametrize(
+    ("changes", "learned"), [([], 0.3), (COPY, 0.6)], ids=["adapters", "whole"]
+)
 @pytest.mark.parametrize("other", OTHERS)
-def test_any_layout_learns_preferences_as_one_process_does(train, other, changes):
+def test_any_layout_learns_preferences_as_one_process_does(train, other, changes, learned):
     words, ranks = OTHERS[other]
     single, found = (
-        rows(train(f"{name}-{len(changes)}", *more, *changes, ranks=n))
+        train(f"{name}-{learned}", "trainer.max_steps=16", *more, *changes, ranks=n)
         for name, more, n in (("single", ["strategy=single"], 1), (other, words, ranks))
     )
-    assert float(single[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
-    assert float(single[-1]["train/loss"]) < 0.65
-    for expected, row in zip(single, found, strict=True):
-        for name in (name for name in expected if name.partition("/")[0] in ("train", "val")):
-            assert float(row[name] or 0) == pytest.approx(
-                float(expected[name] or 0), rel=1e-4, abs=1e-5
-            ), name
+    table = rows(single)
+    assert float(table[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(table[-1]["train/loss"]) < learned
+    assert not (far := differences(found, single)), far
 
 
 def test_a_run_resumes_bit_for_bit_and_is_evaluated_and_exported(train, parts):
