@@ -8,6 +8,7 @@ import time
 import weakref
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
-from armature.launcher.supervise import Failure, describe
+from armature.launcher.supervise import Failure
 from armature.layout import Layout
 from armature.validation import micro_batch, resize
 from tests import running
@@ -237,21 +238,6 @@ def test_an_error_without_progress_ends_the_run(attempts):
     assert attempts.made == [0, 1]
 
 
-def test_a_mistake_in_the_configuration_is_not_retried(attempts):
-    with pytest.raises(ConfigError, match="another thing"):
-        attempts(
-            (
-                2,
-                Failure(
-                    "rank 0 failed",
-                    "Traceback",
-                    is_error=True,
-                    problems=("one thing", "another thing"),
-                ),
-            )
-        )
-
-
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_a_signal_between_two_attempts_ends_the_run(name, code, attempts):
     def fail_while_a_signal_comes():
@@ -264,12 +250,6 @@ def test_a_signal_between_two_attempts_ends_the_run(name, code, attempts):
     assert raised.value.exit_code == code
     assert attempts.made == [0]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_rank_that_was_told_to_stop_before_it_listened_stops_the_run(attempts):
-    with pytest.raises(RunFailed, match="Stopped by SIGUSR1") as raised:
-        attempts((-1, Failure("rank 0 was killed by SIGUSR1", "…", stopped_by="SIGUSR1")))
-    assert raised.value.exit_code == 138
 
 
 def failure(folder, *, rank: int, code: int, at: float, error: str | None = None):
@@ -286,31 +266,40 @@ def failure(folder, *, rank: int, code: int, at: float, error: str | None = None
 WRONG_SUM = "ArithmeticError: wrong"
 
 
-@pytest.mark.parametrize("kind", ["NotSaved", "EndedByCode"])
-def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, tmp_path):
-    watch = SimpleNamespace(hung={}, ended=set(), deaths={})
+@pytest.fixture
+def first_failure(tmp_path):
+    cfg = OmegaConf.create({"run": {"dir": str(tmp_path), "name": "run"}})
+
+    def describe(*failures, ended=(), deaths=None):
+        watch: Any = SimpleNamespace(hung={}, ended={*ended}, deaths=deaths or {})
+        return supervise.describe(dict(enumerate(failures)), watch, cfg, oom=False)
+
+    return describe
+
+
+@pytest.mark.parametrize("kind", ["NotSaved", "EndedByCode", "ConfigError"])
+def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, first_failure, tmp_path):
     line = "The checkpoint of step 6 could not be saved: s3://a: no answer (last: step=000004)."
-    found = describe(
-        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"{kind}: {line}")},
-        watch,
-        tmp_path,
-        oom=False,
-    )
-    assert (found.text, found.is_final) == (line, True)
+    with pytest.raises(ConfigError if kind == "ConfigError" else RunFailed) as raised:
+        first_failure(failure(tmp_path, rank=0, code=1, at=1.0, error=f"{kind}: {line}"))
+    assert str(raised.value) == line
 
 
-def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
-    watch = SimpleNamespace(hung={}, ended={1}, deaths={1: 105.0})
-    failures = {
-        0: failure(tmp_path, rank=0, code=1, at=100.0, error=WRONG_SUM),
-        1: failure(tmp_path, rank=1, code=-9, at=105.0),
-    }
-    assert (
-        describe(failures, watch, tmp_path, oom=False).what
-        == "rank 0 failed with ArithmeticError: wrong"
+def test_a_rank_that_was_told_to_stop_before_it_listened_stops_the_run(first_failure, tmp_path):
+    with pytest.raises(RunFailed, match="Stopped by SIGUSR1") as raised:
+        first_failure(failure(tmp_path, rank=0, code=-signal.SIGUSR1, at=1.0))
+    assert raised.value.exit_code == 138
+
+
+def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(first_failure, tmp_path):
+    found = first_failure(
+        failure(tmp_path, rank=0, code=1, at=100.0, error=WRONG_SUM),
+        failure(tmp_path, rank=1, code=-9, at=105.0),
+        ended={1},
+        deaths={1: 105.0},
     )
-    aborted = {1: failure(tmp_path, rank=1, code=-6, at=105.0)}
-    assert "call each part" in describe(aborted, watch, tmp_path, oom=False).text
+    assert found.what == "rank 0 failed with ArithmeticError: wrong"
+    assert "call each part" in first_failure(failure(tmp_path, rank=2, code=-6, at=105.0)).text
 
 
 @pytest.mark.parametrize(

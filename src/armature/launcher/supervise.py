@@ -14,6 +14,7 @@ a signal to this process              the run ends, also between two attempts
 Between several machines (`launch.rdzv_endpoint`) the agents agree on restarts among themselves.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -66,12 +67,8 @@ class Failure:
     what: str  # one line, such as "rank 1 was killed by SIGKILL"
     text: str  # all that is known, with the traceback if there is one
     is_error: bool = False  # a Python error
-    # the signal that ends a run, if it reached the rank before its handler was installed
-    stopped_by: str | None = None
-    problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
     # memory ran out, and the rank has recorded a smaller micro-batch to continue with
     too_large: bool = False
-    is_final: bool = False  # no restart would help; the text needs no traceback
 
 
 def run(cfg: DictConfig) -> None:
@@ -264,61 +261,58 @@ class _Attempts:
         self.cfg, self.folder, self.stop = cfg, folder, stop
         # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
         self.asked = cfg
-        self.started = 0  # attempts so far, those with a smaller micro-batch included
 
     def run(self) -> None:
         environment.raise_open_files()
         launch = self.cfg.launch
-        one_machine = not launch.rdzv_endpoint
+        # agents of several machines restart the ranks themselves
+        here, agents = (
+            (0, launch.max_restarts) if launch.rdzv_endpoint else (launch.max_restarts, 0)
+        )
         first: Failure | None = None  # first failure since the last new checkpoint
-        without_checkpoint = 0
-        for attempt in range(launch.max_restarts + 1 if one_machine else 1):
+        restarts = without_checkpoint = 0
+        for number in itertools.count():
             before = self._last_checkpoint_step()
-            failure = self._attempt_that_fits(
-                max_restarts=0 if one_machine else launch.max_restarts
-            )
+            failure = self.attempt(number, max_restarts=agents)
             if failure is None:
                 return
+            if failure.too_large and not launch.rdzv_endpoint:  # this is no restart
+                self._take_recorded_micro_batch()
+                message = f"{failure.what} The run resumes from {self._resume_point()}."
+                print(message, file=sys.stderr, flush=True)
+                continue
             progress = self._last_checkpoint_step() > before
             without_checkpoint, first = (
                 (0, None) if progress else (without_checkpoint + 1, first or failure)
             )
-            self._end_if_final(failure, progress=progress, remaining=launch.max_restarts - attempt)
+            if restarts == here > 0:
+                raise RunFailed(f"{failure.text}\nlaunch.max_restarts={here}: no restart remains.")
+            if restarts == here or (failure.is_error and not progress):
+                raise RunFailed(failure.text)
             if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
                     f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended "
                     f"without a new checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
-            remaining = launch.max_restarts - attempt - 1
+            restarts += 1
+            remaining = here - restarts
             message = (
-                f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; "
+                f"restart {restarts} of {here}: {failure.what}; "
                 f"the run resumes from {self._resume_point()}{change}; "
                 f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one"
             )
             print(message, file=sys.stderr, flush=True)
 
-    def _attempt_that_fits(self, *, max_restarts: int) -> Failure | None:
-        """Run the ranks, anew with the smaller micro-batch that a rank has recorded whenever memory
-        runs out.
-        """
-        while True:
-            failure = self.attempt(self.started, max_restarts=max_restarts)
-            self.started += 1
-            if failure is None or not failure.too_large or self.cfg.launch.rdzv_endpoint:
-                return failure
-            self.cfg = self.cfg.copy()
-            self.cfg.run.micro_batch_size = run_dir.read(
-                Path(self.cfg.run.dir)
-            ).run.micro_batch_size
-            print(
-                f"{failure.what} The run resumes from {self._resume_point()}.",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _take_recorded_micro_batch(self) -> None:
+        self.cfg = self.cfg.copy()
+        self.cfg.run.micro_batch_size = run_dir.read(Path(self.cfg.run.dir)).run.micro_batch_size
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
-        """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
+        """Run the ranks once, by a call of the elastic agent.
+
+        Return None if they finished. Raise what no restart would mend, as `describe`.
+        """
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         cfg, oom_kills = self.cfg, _oom_kills()
@@ -339,9 +333,7 @@ class _Attempts:
                     },
                 )
             except ChildFailedError as error:
-                oom = _oom_kills() > oom_kills
-                remedy = memory.remedy(cfg) if oom else ""
-                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=remedy)
+                return describe(error.failures, watcher, cfg, oom=_oom_kills() > oom_kills)
             finally:
                 self.stop.watcher = None
         return None
@@ -355,21 +347,6 @@ class _Attempts:
         if (step := self._last_checkpoint_step()) >= 0:
             return f"step {step}"
         return "the start" if self.cfg.resume in resume.MODES else self.cfg.resume
-
-    def _end_if_final(self, failure: Failure, *, progress: bool, remaining: int) -> None:
-        if failure.stopped_by is not None:
-            raise stopped(self.cfg, failure.stopped_by)
-        if failure.problems:
-            raise ConfigError(list(failure.problems))
-        if failure.is_final:
-            raise RunFailed(failure.text)
-        if remaining <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
-            raise RunFailed(
-                f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart "
-                "remains."
-            )
-        if remaining <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
-            raise RunFailed(failure.text)
 
     def _resize(self, failure: Failure, *, progress: bool) -> str:
         """Choose the number of ranks for the next attempt.
@@ -398,18 +375,17 @@ class _Attempts:
 
 
 def describe(
-    failures: dict[int, Any],
-    watcher: RankWatcher,
-    folder: Path,
-    *,
-    oom: bool,
-    remedy: str = "",
+    failures: dict[int, Any], watcher: RankWatcher, cfg: DictConfig, *, oom: bool
 ) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
-    `oom`: whether the system has killed processes for lack of memory during the attempt.
-    `remedy`: what to type if memory has run out.
+    Args:
+        oom: whether the system has killed processes for lack of memory during the attempt.
+
+    Raises:
+        ConfigError, RunFailed: no restart would help; the text needs no traceback.
     """
+    folder = Path(cfg.run.dir)
     if watcher.hung:
         return _hang(watcher, folder)
     for failure in failures.values():
@@ -420,25 +396,25 @@ def describe(
     log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
     if _was_killed(failure):
         name = signal.Signals(-failure.exitcode).name
-        guess = ", since the machine ran out of memory" if oom else ""
-        known = {"SIGKILL": (guess, remedy), "SIGABRT": ("", UNLIKE)}
-        guess, advice = known.get(name, ("", ""))
+        if -failure.exitcode in SIGNALS:  # it reached the rank before its handler was installed
+            raise stopped(cfg, name)
+        guess, advice = "", UNLIKE if name == "SIGABRT" else ""
+        if name == "SIGKILL" and oom:
+            guess, advice = ", since the machine ran out of memory", memory.remedy(cfg)
         what = f"rank {rank} was killed by {name}{guess}"
-        stopped_by = name if -failure.exitcode in SIGNALS else None
-        return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=stopped_by)
+        return Failure(what, f"R{what[1:]}; {log}{advice}")
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
-    if kind == NotFinite.__name__:
-        return Failure(message, rest, is_final=True)
-    if kind in (NotSaved.__name__, EndedByCode.__name__):
-        return Failure(rest, rest, is_final=True)
+    if kind == ConfigError.__name__:
+        raise ConfigError(rest.splitlines())
+    if kind in (NotFinite.__name__, NotSaved.__name__, EndedByCode.__name__):
+        raise RunFailed(rest)
     text = brief(text or "", points=False) or failure.message
     return Failure(
         f"rank {rank} failed with "
         f"{message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
         is_error=True,
-        problems=tuple(rest.splitlines()) if kind == ConfigError.__name__ else (),
     )
 
 
