@@ -31,22 +31,10 @@ class Parameter:
 def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Parameter], list[str]]:
     """Return the parameters to choose, and the overrides that stay.
 
-    Typed ones replace those of `params`.
-
     Raises:
         ConfigError: no values to choose from, or none between the ends.
     """
-    parser = OverridesParser.create()
-    parsed = parser.parse_overrides([*typed])
-    keys = {override.get_key_element() for override in parsed}
-    parsed += [
-        each
-        for each in parser.parse_overrides(
-            [f"{key}={_typed(value)}" for key, value in params.items()]
-        )
-        if each.get_key_element() not in keys
-    ]
-    swept = [each for each in parsed if each.is_sweep_override()]
+    swept, fixed = split(params, typed, OverridesParser.create())
     found = [_parameter(each) for each in swept]
     problems = [each for each in found if isinstance(each, str)]
     if not swept:
@@ -57,24 +45,45 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
         )
     if problems:
         raise ConfigError(problems)
-    fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
     return [each for each in found if isinstance(each, Parameter)], fixed
 
 
-def grid_problems(typed: Sequence[Override]) -> list[str]:
-    """Return the values that a grid cannot try one by one: an interval has no end of them, a
-    pattern may have none.
+def split(
+    params: Mapping[str, Any], typed: Sequence[str], parser: OverridesParser
+) -> tuple[list[Override], list[str]]:
+    """Return the overrides that vary, and those that stay. Typed ones replace those of `params`."""
+    parsed = parser.parse_overrides([*typed])
+    keys = {each.key_or_group for each in parsed}
+    lines = [f"{key}={_typed(value)}" for key, value in params.items() if key not in keys]
+    parsed += parser.parse_overrides(lines)
+    swept = [each for each in parsed if each.is_sweep_override()]
+    return swept, [str(each.input_line) for each in parsed if each not in swept]
+
+
+def grid(swept: Sequence[Override]) -> list[list[str]]:
+    """Return the values of each key, as overrides.
+
+    Raises:
+        ConfigError: they cannot be tried one by one: an interval has no end of them, a pattern may
+            have none.
     """
-    found = []
-    for each in typed:
-        text, instead = str(each.input_line), f"a list, as in {each.get_key_element()}=A,B."
+    found, problems = [], []
+    for each in swept:
+        key, text = each.get_key_element(), str(each.input_line)
+        instead = f"a list, as in {key}=A,B."
         if isinstance(each.value(), IntervalSweep):
-            found.append(
+            problems.append(
                 f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, "
                 f"or {instead}"
             )
-        elif each.is_sweep_override() and next(each.sweep_string_iterator(), None) is None:
-            found.append(f"{text}: it names no value, and there would be no trial. Type {instead}")
+            continue
+        found.append([f"{key}={value}" for value in each.sweep_string_iterator()])
+        if not found[-1]:
+            problems.append(
+                f"{text}: it names no value, and there would be no trial. Type {instead}"
+            )
+    if problems:
+        raise ConfigError(problems)
     return found
 
 

@@ -236,43 +236,24 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     machine.
     """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = parser.parse_overrides(overrides)
-    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+    _, fixed = space.split({}, overrides, parser)
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
+    params = hydra.sweeper.params or {}
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
         of_hydra = [each for each in fixed if each.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        parameters, stays = space.read(
-            hydra.sweeper.params, [line for line in overrides if line not in of_hydra]
-        )
+        parameters, stays = space.read(params, [e for e in overrides if e not in of_hydra])
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
-    if problems := space.grid_problems(parsed):
-        raise ConfigError(problems)
+    swept, stays = space.split(params, overrides, parser)
+    values = space.grid(swept)
     if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
         raise ConfigError(
             f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null "
             "for all."
         )
-    return (
-        fixed,
-        _grid(hydra, parsed, parser),
-        str(hydra.launcher._target_).endswith((".BasicLauncher", ".TrialLauncher")),
-    )
-
-
-def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) -> list[list[str]]:
-    """Return the values of each key that a grid varies, typed or in `hydra.sweeper.params`."""
-    given = {override.key_or_group for override in parsed}
-    lines = [
-        f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given
-    ]
-    values = [
-        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-        for each in [*parsed, *parser.parse_overrides(lines)]
-        if each.is_sweep_override()
-    ]
-    return [of_one for of_one in values if of_one]
+    here = str(hydra.launcher._target_).endswith((".BasicLauncher", ".TrialLauncher"))
+    return stays, values, here
 
 
 @cache
