@@ -10,7 +10,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from traceback import FrameSummary
-from typing import Any
 
 from armature.project import PACKAGE, ROOT, shipped
 
@@ -209,28 +208,10 @@ def error_line(error: BaseException) -> str:
     )
 
 
-class NoEndOfData:
-    """A context in which StopIteration is an error: Lightning's loops and torch's loaders take it
-    for the end of data.
-
-    Args:
-        place: what runs in it, for the message.
-    """
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
-    ) -> None:
-        if isinstance(error, StopIteration):  # a context of contextlib's would raise it as it was
-            raise end_of_data(self._place) from error
-
-
 def end_of_data(place: str) -> RuntimeError:
+    """Return the error for a StopIteration of the user's code: Lightning's loops and torch's
+    loaders would take it for the end of data.
+    """
     return RuntimeError(
         f"{place} raised StopIteration, as next() does when an iterator has ended. It would end "
         "the epoch here, as if the data had ended. Begin the iterator anew, or make it endless "

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
 from armature.data.worker_signals import heed_the_rank_alone
-from armature.errors import ConfigError, NoEndOfData
+from armature.errors import ConfigError, end_of_data
 from armature.models.loss import IGNORED
 
 Batch = dict[str, Tensor]
@@ -77,7 +77,7 @@ class Samples(Dataset[Batch]):
     def __getitems__(self, keys: list[int]) -> Batch:
         last = max(0, *keys)  # fills padding: for another key, a stream would have to be read again
         filled = [last if key == PADDING else key for key in keys]
-        with NoEndOfData(f"{type(self.of_user).__name__} or its collate_fn"):
+        try:
             if self._batch is not None:
                 if get_worker_info() is not None:
                     seed_generators(self._seed_of(filled[0]))
@@ -88,6 +88,8 @@ class Samples(Dataset[Batch]):
                     batch = self._collate(
                         [self._sample(key, generator) for key in filled], key=filled[0]
                     )
+        except StopIteration as error:
+            raise end_of_data(f"{type(self.of_user).__name__} or its collate_fn") from error
         if PADDING in keys:
             assert has_targets(batch), "the feed has asked"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
