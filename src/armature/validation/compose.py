@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from armature import config
 from armature.errors import ConfigError
-from armature.project import FOLDERS
+from armature.project import FOLDERS, config_file, options
 from armature.sweeps import space
 from armature.validation import foreign_keys, signatures, usage, values
 from armature.validation.composing import composing
@@ -67,7 +67,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
 
 
 def _explain(error: Exception, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
-    groups, sound, keys, failed, problems = _groups(), [], [], [], []
+    sound, keys, failed, problems = [], [], [], []
     for each in overrides:
         if each in _searched:
             continue
@@ -77,17 +77,17 @@ def _explain(error: Exception, overrides: Sequence[str], *, sweep: bool = False)
         elif parsed.is_sweep_override():
             # values of a sweep do not compose as they stand, and are no mistake
             problems += [] if sweep else [_several(each)]
-        elif parsed.key_or_group in groups and None in _files(parsed).values():
+        elif (group := _options(parsed.key_or_group)) and None in _files(parsed).values():
             failed.append((each, MissingConfigException("")))
-        elif parsed.key_or_group in groups or "/" in parsed.key_or_group:
+        elif group or "/" in parsed.key_or_group:
             sound.append(each)
         else:
             keys.append((each, parsed))
     if isinstance(_composed((*sound,)), Exception):  # one by one takes a second
         if isinstance(problem := _composed(()), Exception):
             return [f"The configuration files do not compose: {plain_text(problem)}"]
-        options, sound = sound, []
-        for each in options:
+        chosen, sound = sound, []
+        for each in chosen:
             if isinstance(problem := _composed((*sound, each)), Exception):
                 failed.append((each, problem))
             else:
@@ -139,11 +139,8 @@ def _files(parsed: Override) -> dict[str, Path | None]:
     chosen, typed = parsed.value(), str(parsed.input_line).partition("=")[2].strip("'\"")
     if chosen is None or parsed.is_delete():
         return {}
-    return {
-        str(name): next(filter(Path.is_file, files), None)
-        for name in (chosen if isinstance(chosen, list) else [typed])
-        for files in [[each / parsed.key_or_group / f"{name}.yaml" for each in _folders()]]
-    }
+    names = map(str, chosen) if isinstance(chosen, list) else [typed]
+    return {name: config_file(parsed.key_or_group, name, _folders()) for name in names}
 
 
 def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Exception | None:
@@ -294,24 +291,20 @@ def _folders() -> list[Path]:
     ]
 
 
-def _groups() -> dict[str, list[str]]:
-    found: dict[str, set[str]] = {}
-    for root in _folders():
-        for folder in (each for each in root.rglob("*") if each.is_dir()):
-            options = (file.stem for file in folder.glob("[!_]*.yaml") if file.is_file())
-            found.setdefault(str(folder.relative_to(root)), set()).update(options)
-    return {group: sorted(options) for group, options in found.items()}
+def _options(group: str) -> dict[str, Path]:
+    return options(group, _folders())
 
 
 def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     """Return what is wrong with an override, and what to type instead."""
     parsed: Any = parse_override(override)
-    key, value, groups = parsed.key_or_group, override.partition("=")[2], _groups()
+    key, value = parsed.key_or_group, override.partition("=")[2]
+    files = _options(key)
     known = [*_keys(cfg), *usage.GROUPS]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
         plain = parse_override(without)
-        wrong = apply(cfg, plain) if plain is not None and key not in groups else None
+        wrong = apply(cfg, plain) if plain is not None and not files else None
         return (
             _describe(wrong, without, cfg)
             if wrong is not None
@@ -335,15 +328,15 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
     group, _, name = key.partition(".")
     if group == "hardware":
         return f"{override}: {_PLANNED}"
-    if key in groups:
-        files, options = _files(parsed), groups[key]
-        lacking = [each for each, file in files.items() if file is None]
+    if files:
+        chosen = _files(parsed)
+        lacking = [each for each, file in chosen.items() if file is None]
         if not lacking:
-            *_, file = [None, *files.values()]
+            *_, file = [None, *chosen.values()]
             return f"{override}: {_inside(error, file, known) if file else plain_text(error)}"
-        hint = f" {remedy}" if remedy else foreign_keys.nearest(lacking[0], options)
+        hint = f" {remedy}" if remedy else foreign_keys.nearest(lacking[0], files)
         named = ", ".join(f"'{each}'" for each in lacking)
-        return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
+        return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(files)}."
     if isinstance(error, MissingConfigException):  # Hydra's own
         return f"{override}: {remedy or plain_text(error)}"
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
@@ -359,10 +352,10 @@ def _describe(error: Exception, override: str, cfg: DictConfig) -> str:
         is_list = OmegaConf.is_list(OmegaConf.select(cfg, key))
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
-    options = _candidates(group, last) if name else {}
-    having = [option for option in options if key in _of_option(group, option)]
+    texts = _candidates(group, last) if name else {}
+    having = [option for option in texts if key in _of_option(group, option)]
     adds = group in config.OPEN or signature.open or last in signature.parameters
-    adds = adds or (target and any(target in options[each] for each in having))
+    adds = adds or (target and any(target in texts[each] for each in having))
     add = f" To add it, type +{override}." if adds and name and override[:1] not in "+~" else ""
     if having:
         there = f"here: it belongs to {group}={f', {group}='.join(having)}"
@@ -374,13 +367,12 @@ def _candidates(group: str, word: str) -> dict[str, str]:
     """Return the options of a group whose file has this word, or takes keys from another, with
     their texts.
     """
-    texts = {
-        file.stem: file.read_text(encoding="utf-8", errors="replace")
-        for each in _folders()
-        for file in sorted((each / group).glob("[!_]*.yaml"))
-        if file.is_file()
+    return {
+        option: text
+        for option, file in _options(group).items()
+        for text in [file.read_text(encoding="utf-8", errors="replace")]
+        if word in text or "defaults:" in text
     }
-    return {option: text for option, text in texts.items() if word in text or "defaults:" in text}
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:
