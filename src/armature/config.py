@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -220,22 +221,19 @@ def load(file: Path) -> DictConfig:
     One of an older version gets defaults for its missing keys. Raises ConfigError for a damaged
     one.
     """
-    cfg = read_raw(file)
-    groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
-    if any(
-        field.name not in (cfg.get(name) or {})
-        for name, kind in groups.items()
-        for field in fields(kind)
-    ):
-        train = OmegaConf.load(SHIPPED / "train.yaml")
-        train = OmegaConf.masked_copy(train, [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
-        defaults = {
-            name: OmegaConf.load(SHIPPED / name / "default.yaml")
-            for name in groups
-            if name not in OF_TRAIN
-        }
-        cfg = OmegaConf.merge(train, defaults, cfg)
-    return cfg  # pyright: ignore[reportReturnType]
+    return OmegaConf.merge(_defaults(), read_raw(file))  # pyright: ignore[reportReturnType]
+
+
+@cache
+def _defaults() -> DictConfig:
+    train: Any = OmegaConf.load(SHIPPED / "train.yaml")
+    files = {
+        each.name: OmegaConf.load(SHIPPED / each.name / "default.yaml")
+        for each in fields(Config)
+        if is_dataclass(each.type) and each.name not in OF_TRAIN
+    }
+    of_train = OmegaConf.masked_copy(train, [*OF_TRAIN, "seed", "resume"])
+    return OmegaConf.merge(of_train, files)  # pyright: ignore[reportReturnType]
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

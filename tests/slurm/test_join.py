@@ -91,10 +91,6 @@ ODD = {
     ),
     "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
     "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
-    "tasks of a node": (
-        {"SLURM_STEP_TASKS_PER_NODE": "many"},
-        r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",
-    ),
 }
 
 
@@ -132,14 +128,6 @@ def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_
     step(SLURM_STEP_NODELIST=nodes)
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == first
-
-
-def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
-    step(SLURM_PROCID="5")
-    with pytest.raises(
-        ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
-    ):
-        slurm.join(config(2))
 
 
 def test_the_batch_script_itself_is_no_step(step):

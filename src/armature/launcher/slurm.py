@@ -44,11 +44,6 @@ def join(cfg: DictConfig) -> None:
             f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
-    if not re.fullmatch(r"\d+(\(x\d+\))?", per_node):
-        raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset "
-            "SLURM_STEP_ID."
-        )
     on_node, nodes = int(per_node.split("(")[0]), environment.number("SLURM_STEP_NUM_NODES", 1)
     if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
@@ -58,12 +53,6 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
-    if environment.number("SLURM_PROCID", 0) >= tasks():
-        raise ConfigError(
-            f"SLURM_PROCID={environ['SLURM_PROCID']} of "
-            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
-            "count over its components. Start the run in one component: srun --het-group=0."
-        )
     environ.update(  # as a launcher does
         RANK=environ["SLURM_PROCID"],
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],

@@ -195,7 +195,6 @@ class Signature:
     """What a constructor or a function takes."""
 
     parameters: dict[str, Any] = field(default_factory=dict)  # annotation of each, as a type
-    shown: dict[str, str] = field(default_factory=dict)  # and as it is written
     defaults: dict[str, Any] = field(default_factory=dict)  # of each that has one
     required: list[str] = field(default_factory=list)  # without a default, in order
     mentioned: set[str] = field(default_factory=set)  # texts in constructors with **kwargs
@@ -237,10 +236,7 @@ def _constructors(kind: type) -> Iterator[Callable[..., Any]]:
 def _add(signature: Signature, each: inspect.Parameter, function: Any, *, first: bool) -> None:
     """Add a parameter, unless a class before this one has it."""
     if each.name not in signature.parameters:
-        written = each.annotation
-        shown = written if isinstance(written, str) else inspect.formatannotation(written)
-        signature.parameters[each.name] = _type(written, function)
-        signature.shown[each.name] = shown.replace(" | ", " or ")
+        signature.parameters[each.name] = _type(each.annotation, function)
     if each.default is not _EMPTY:
         signature.defaults.setdefault(each.name, each.default)
     elif first:
@@ -267,10 +263,9 @@ def argument_problems(
     """
     target, signature = node["_target_"], signature_of(definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
-        of_feed = signature_of(feed)
-        for key in (each for each in LOADER_KEYS + FOLD_KEYS if each not in signature.parameters):
-            signature.parameters[key] = of_feed.parameters[key]
-            signature.shown[key] = of_feed.shown[key]
+        of_feed = signature_of(feed).parameters
+        of_any = {key: of_feed[key] for key in LOADER_KEYS + FOLD_KEYS}
+        signature.parameters = of_any | signature.parameters
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS or f"{path}.{key}" in known:
@@ -290,7 +285,8 @@ def argument_problems(
             key in signature.defaults and _as_yaml(signature.defaults[key]) == value
         ):
             shown = "null" if value is None else repr(value)
-            found.append(f"{path}.{key}={shown}: {target} takes {signature.shown[key]} here.")
+            hint = inspect.formatannotation(signature.parameters[key]).replace(" | ", " or ")
+            found.append(f"{path}.{key}={shown}: {target} takes {hint} here.")
     return found
 
 
