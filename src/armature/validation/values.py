@@ -36,15 +36,6 @@ from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
 from armature.validation import foreign_keys, signatures
 
-# what others call it → here
-ALIASES = {
-    "fp16": "16-mixed",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    "fp32": "32-true",
-    "32": "32-true",
-    "cuda": "gpu",
-}
 log = logging.getLogger(__name__)
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth"
@@ -98,15 +89,6 @@ BytesAndEnd = Annotated[int, Field(ge=257)]
 # of text, of which every split needs some
 HeldOut = Annotated[Number, Field(gt=0, lt=0.9, description="a number above 0 and below 0.9")]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-
-
-Betas = Annotated[
-    list[Fraction],
-    Field(
-        min_length=2,
-        description="two numbers of at least 0 and below 1, as in [0.9,0.95]",
-    ),
-]
 
 
 class OfAnyData:
@@ -248,6 +230,13 @@ class OfOptimizer:
     momentum: Fraction
     newton_schulz_steps: Count
     base_width: Count | None
+    betas: Annotated[
+        list[Fraction],
+        Field(
+            min_length=2,
+            description="two numbers of at least 0 and below 1, as in [0.9,0.95]",
+        ),
+    ]
 
 
 class OfImageFolderData:
@@ -380,10 +369,7 @@ def wrong_of(keys: Collection[str], plain: dict[str, Any]) -> dict[str, str]:
 
 
 def _all_wrong(plain: dict[str, Any]) -> dict[str, str]:
-    found = dict(_wrong(schema(plain), plain))
-    for rule in (_endless, _optimizer):
-        found |= {key: said for key, said in rule(plain) if key.partition("[")[0] not in found}
-    return found
+    return dict(_wrong(schema(plain), plain)) | dict(_endless(plain))
 
 
 def schema(plain: dict[str, Any]) -> dict[str, Any]:
@@ -392,6 +378,10 @@ def schema(plain: dict[str, Any]) -> dict[str, Any]:
     for path, kind in OF_OURS.items():
         if _is_ours(plain.get(path.partition(".")[0])):
             found |= types_of(kind, f"{path}.")
+    for key, hint in OF_OPTIMIZERS.items():
+        # an optimizer may mean something by a list, or by null
+        is_list = isinstance(select(plain, key), list | dict | None)
+        found |= {} if is_list and key != "optimizer.betas" else {key: hint}
     for path, node in walk(plain):
         kind = OF_CLASSES.get(str(node.get("_target_"))) if isinstance(node, dict) else None
         found |= types_of(kind, f"{path}.") if kind is not None else {}
@@ -449,8 +439,7 @@ def answer_to(key: str, hint: Any, value: Any) -> str | None:
         return f"{answer} Type {key}=[{value}]."
     choices = _choices(hint)
     near = difflib.get_close_matches(str(value), choices, 1, 0.4)
-    meant = [each for each in (ALIASES.get(str(value)), *near) if each in choices]
-    return f"{answer} Did you mean {key}={meant[0]}?" if meant else answer
+    return f"{answer} Did you mean {key}={near[0]}?" if near else answer
 
 
 def _choices(hint: Any) -> list[str]:
@@ -509,15 +498,6 @@ def _endless(plain: dict[str, Any]) -> Wrong:
             "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. Type "
             "trainer.max_steps=… or trainer.max_epochs=….",
         )
-
-
-def _optimizer(plain: dict[str, Any]) -> Wrong:
-    """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
-    share.
-    """
-    others = {key for key in OF_OPTIMIZERS if isinstance(select(plain, key), list | dict | None)}
-    of_numbers = {key: OF_OPTIMIZERS[key] for key in OF_OPTIMIZERS.keys() - others}
-    yield from _wrong(of_numbers | {"optimizer.betas": Betas}, plain)
 
 
 # ---------------------------------------------------------------- numbers
