@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from armature.project import options
 from armature.validation import foreign_keys
 from tests.in_process import problems_of
 
@@ -128,7 +129,7 @@ def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
     with module._hydra():
-        groups = module._groups()
+        groups = {folder.name: options(folder.name) for folder in CONFIGS.glob("*/")}
         made = [module.compose("train", typed) for typed in ([], ["strategy=ddp"])]
         known = {*groups, "data.path", *(key for cfg in made for key in module._keys(cfg))}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
