@@ -27,12 +27,12 @@ def overrides(cfg: DictConfig, *, kinds: Mapping[str, float] = UNKNOWN) -> list[
         kinds: bytes per rank (or shares) of parameters, gradients, optimizer state, and activations
             and other.
     """
-    found = [
-        (saved, words)
-        for saved, words, changes in _candidates(cfg, kinds)
-        if saved and _is_valid(cfg, changes)
+    found = [each for each in _candidates(cfg, kinds) if each[0] and _is_valid(cfg, each[1])]
+    best = sorted(found, key=lambda each: -each[0])[:MOST]
+    return [
+        " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+        for _, changes in best
     ]
-    return [words for _, words in sorted(found, key=lambda pair: -pair[0])[:MOST]]
 
 
 def remedy(cfg: DictConfig, *, kinds: Mapping[str, float] = UNKNOWN) -> str:
@@ -47,43 +47,30 @@ def remedy(cfg: DictConfig, *, kinds: Mapping[str, float] = UNKNOWN) -> str:
 
 def _candidates(
     cfg: DictConfig, kinds: Mapping[str, float]
-) -> Iterator[tuple[float, str, dict[str, object]]]:
-    """Yield what is saved, what to type, and the changed keys."""
+) -> Iterator[tuple[float, dict[str, object]]]:
+    """Yield what is saved, and the changed keys."""
     layout, activations = Layout.of(cfg), kinds["activations and other"]
     optimizer, state = kinds["optimizer state"], sum(kinds.values()) - activations
+    kind, ranks, on_gpu = layout.kind, layout.world_size, cfg.trainer.accelerator == "gpu"
     micro = _micro_batch_size(cfg, layout)
     if micro > 1:
         smaller = max(n for n in range(1, micro // 2 + 1) if micro % n == 0)
-        yield _key("data.micro_batch_size", smaller, HALF_MICRO_BATCH * activations)
+        yield HALF_MICRO_BATCH * activations, {"data.micro_batch_size": smaller}
     if layout.options.get("activation_checkpointing", "every") in ("none", "selective", "half"):
-        yield _key("strategy.activation_checkpointing", "every", RECOMPUTED * activations)
+        yield RECOMPUTED * activations, {"strategy.activation_checkpointing": "every"}
     if cfg.trainer.precision == "32-true":
-        yield _key("trainer.precision", "bf16-mixed", SIXTEEN_BITS * activations)
-    ranks = layout.world_size
-    if layout.kind == "ddp":
-        yield state * (1 - 1 / ranks), "strategy=fsdp", {"strategy": _sharded(cfg)}
-    gpus = hardware.gpu_count() if cfg.trainer.accelerator == "gpu" else 1
-    if layout.kind == "single" and gpus > 1:
-        words = f"strategy=fsdp trainer.devices={gpus}"
-        yield state * (1 - 1 / gpus), words, {"strategy": _sharded(cfg), "trainer.devices": gpus}
-    if (
-        layout.kind == "mesh"
-        and cfg.trainer.accelerator == "gpu"
-        and not layout.options["cpu_offload"]
-    ):
-        yield _key("strategy.cpu_offload", "true", 0.9 * state)
-    if layout.kind == "deepspeed" and layout.options["stage"] < 3:
-        yield _key("strategy.stage", 3, kinds["parameters"] * (1 - 1 / ranks))
-    if (
-        layout.kind == "deepspeed"
-        and cfg.trainer.accelerator == "gpu"
-        and not layout.options["offload_optimizer"]
-    ):
-        yield _key("strategy.offload_optimizer", "true", optimizer)
-
-
-def _key(key: str, value: object, saved: float) -> tuple[float, str, dict[str, object]]:
-    return saved, f"{key}={value}", {key: {"true": True}.get(str(value), value)}
+        yield SIXTEEN_BITS * activations, {"trainer.precision": "bf16-mixed"}
+    if kind == "ddp":
+        yield state * (1 - 1 / ranks), {"strategy": "fsdp"}
+    gpus = hardware.gpu_count() if on_gpu else 1
+    if kind == "single" and gpus > 1:
+        yield state * (1 - 1 / gpus), {"strategy": "fsdp", "trainer.devices": gpus}
+    if kind == "mesh" and on_gpu and not layout.options["cpu_offload"]:
+        yield 0.9 * state, {"strategy.cpu_offload": True}
+    if kind == "deepspeed" and layout.options["stage"] < 3:
+        yield kinds["parameters"] * (1 - 1 / ranks), {"strategy.stage": 3}
+    if kind == "deepspeed" and on_gpu and not layout.options["offload_optimizer"]:
+        yield optimizer, {"strategy.offload_optimizer": True}
 
 
 def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int:
@@ -93,18 +80,17 @@ def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _sharded(cfg: DictConfig) -> dict[str, object]:
-    kept = {
-        key: cfg.strategy[key]
-        for key in ("seed", "activation_checkpointing", "compile")
-        if key in cfg.strategy
-    }
-    return {"_target_": STRATEGIES["mesh"], "shard": "auto", **kept}
-
-
 def _is_valid(cfg: DictConfig, changes: Mapping[str, object]) -> bool:
     changed = cfg.copy()
     OmegaConf.set_struct(changed, False)
     for key, value in changes.items():
-        OmegaConf.update(changed, key, value, merge=False)
+        node = _sharded(cfg) if key == "strategy" else value
+        OmegaConf.update(changed, key, node, merge=False)
     return not checks.layout_problems(changed)
+
+
+def _sharded(cfg: DictConfig) -> dict[str, object]:
+    """Return strategy=fsdp with what the present strategy has, too."""
+    shared = ("seed", "activation_checkpointing", "compile")
+    kept = {key: cfg.strategy[key] for key in shared if key in cfg.strategy}
+    return {"_target_": STRATEGIES["mesh"], "shard": "auto", **kept}
