@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from armature import config, files, run_dir
 from armature.doctor import finding
 from armature.doctor.finding import Finding
-from armature.errors import ConfigError, error_line, masked, own_frames
+from armature.errors import ConfigError, error_line, masked, place_of
 from armature.launcher import rank
 
 # in the folder of an examination
@@ -93,8 +93,7 @@ def _naming_errors(met: Any, group: str) -> Iterator[None]:
             what = " ".join(error.problems)
         else:
             traceback.print_exc()
-            last = own_frames(traceback.extract_tb(error.__traceback__))[-1]
-            what = f"{error_line(error)[:400]} ({Path(last.filename).name}:{last.lineno})"
+            what = f"{error_line(error)[:400]} ({place_of(error)})"
         remedy = "Correct it, then examine again."
         met.fail(finding.failure(group, masked(what), remedy=remedy, where=met.name()))
 

@@ -35,15 +35,14 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
         ConfigError: no values to choose from, or none between the ends.
     """
     swept, fixed = split(params, typed, OverridesParser.create())
-    found = [_parameter(each) for each in swept]
-    problems = [each for each in found if isinstance(each, str)]
     if not swept:
-        problems.append(
+        raise ConfigError(
             "sweep=optuna: nothing to choose. Type an interval, as in "
             "'optimizer.lr=tag(log,interval(1e-4,1e-2))', "
             "or write it under hydra.sweeper.params."
         )
-    if problems:
+    found = [_parameter(each) for each in swept]
+    if problems := [each for each in found if isinstance(each, str)]:
         raise ConfigError(problems)
     return [each for each in found if isinstance(each, Parameter)], fixed
 
@@ -64,27 +63,20 @@ def grid(swept: Sequence[Override]) -> list[list[str]]:
     """Return the values of each key, as overrides.
 
     Raises:
-        ConfigError: they cannot be tried one by one: an interval has no end of them, a pattern may
-            have none.
+        ConfigError: there is no end of them, as in an interval, or no value, as of a pattern.
     """
-    found, problems = [], []
+    found = {}
     for each in swept:
-        key, text = each.get_key_element(), str(each.input_line)
-        instead = f"a list, as in {key}=A,B."
-        if isinstance(each.value(), IntervalSweep):
-            problems.append(
-                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, "
-                f"or {instead}"
-            )
-            continue
-        found.append([f"{key}={value}" for value in each.sweep_string_iterator()])
-        if not found[-1]:
-            problems.append(
-                f"{text}: it names no value, and there would be no trial. Type {instead}"
-            )
-    if problems:
+        values = () if isinstance(each.value(), IntervalSweep) else each.sweep_string_iterator()
+        found[str(each.input_line)] = [f"{each.get_key_element()}={value}" for value in values]
+    if problems := [
+        f"{text}: it names no values that can be tried one by one. Type sweep=optuna, which "
+        f"chooses them from an interval, or a list, as in {text.partition('=')[0]}=A,B."
+        for text, values in found.items()
+        if not values
+    ]:
         raise ConfigError(problems)
-    return found
+    return [*found.values()]
 
 
 def _typed(value: Any) -> str:
@@ -102,8 +94,7 @@ def _parameter(override: Override) -> Parameter | str:
         assert low is not None
         assert high is not None
     elif isinstance(value, RangeSweep):
-        found = value.range()
-        numbers = found if isinstance(found, range) else [*found]
+        numbers = [*value.range()]
         if not numbers:
             return f"{text}: holds no value."
         # Optuna wants a last number that the steps reach to the last digit
@@ -112,9 +103,8 @@ def _parameter(override: Override) -> Parameter | str:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
         return Parameter(key, text, known.CategoricalDistribution(choices))
     whole = all(isinstance(each, int) for each in (low, high, step or 1))
+    kind, step = (known.IntDistribution, step or 1) if whole else (known.FloatDistribution, step)
     try:
-        if whole:
-            return Parameter(key, text, known.IntDistribution(low, high, log=log, step=step or 1))
-        return Parameter(key, text, known.FloatDistribution(low, high, log=log, step=step))
+        return Parameter(key, text, kind(low, high, log=log, step=step))
     except ValueError as error:  # such as an end below the beginning
         return f"{text}: {error}"
