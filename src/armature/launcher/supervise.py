@@ -42,7 +42,7 @@ from armature.errors import (
     RunFailed,
     brief,
 )
-from armature.launcher import environment, hang, heap
+from armature.launcher import environment, hang, heap, run_state
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
 
@@ -76,7 +76,6 @@ def run(cfg: DictConfig) -> None:
 
     Raise RunFailed if a signal or a failure ends the run, and a rank's ConfigError.
     """
-    before = _summary_written(cfg)
     with Stop(grace_seconds=cfg.launch.grace_seconds) as stop:
         try:
             with tempfile.TemporaryDirectory(prefix="armature-") as folder:
@@ -84,14 +83,9 @@ def run(cfg: DictConfig) -> None:
         except Exception:
             if stop.received is None:
                 raise
-            if _summary_written(cfg) == before:
+            if not run_state.read_summary(Path(cfg.run.dir)):
                 raise stopped(cfg, stop.received.name) from None
             # else the ranks finished and wrote a summary, which the caller reads
-
-
-def _summary_written(cfg: DictConfig) -> int:
-    file = Path(cfg.run.dir) / "summary.json"
-    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed:
