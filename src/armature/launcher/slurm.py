@@ -54,7 +54,7 @@ def join(cfg: DictConfig) -> None:
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
     environ.update(  # as a launcher does
-        RANK=environ["SLURM_PROCID"],
+        RANK=str(environment.number("SLURM_PROCID", 0)),
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=environ["SLURM_LOCALID"],
         LOCAL_WORLD_SIZE=str(on_node),

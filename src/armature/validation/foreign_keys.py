@@ -66,6 +66,8 @@ FOREIGN: dict[str, str] = {
     "precision=fp16": "Type trainer.precision=16-mixed",
     "precision=16": "Type trainer.precision=16-mixed",
     "precision=bf16": "Type trainer.precision=bf16-mixed",
+    "optimizer.precision=fp16": "Type optimizer.precision=16-mixed",
+    "optimizer.precision=bf16": "Type optimizer.precision=bf16-mixed",
     "precision=fp32": "Type trainer.precision=32-true",
     "precision=32": "Type trainer.precision=32-true",
     "devices=-1": _ALL_GPUS,
