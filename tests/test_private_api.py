@@ -29,7 +29,6 @@ EPOCH = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
 FIT = f"{LOOPS}.fit_loop:_FitLoop"
 EVALUATION = f"{LOOPS}.evaluation_loop:_EvaluationLoop"
 LOGGING = f"{CONNECTORS}.logger_connector:_LoggerConnector"
-RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
@@ -82,7 +81,6 @@ TABLE: list[tuple[Any, ...]] = [
         for name in user_state.OF_MODEL_CHECKPOINT
     ),
     (EPOCH, "batch_progress"),
-    (EPOCH, "automatic_optimization"),
     (EPOCH, "val_loop"),
     (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs")),
     (FIT, "setup_data", ("self",)),
@@ -99,14 +97,6 @@ TABLE: list[tuple[Any, ...]] = [
     (EVALUATION, "_has_run"),
     (EVALUATION, "batch_progress"),
     (EVALUATION, "run"),
-    (f"{LOOPS}.fetchers:_DataFetcher", "done"),
-    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch"),
-    (
-        f"{LOOPS}.optimization.automatic:Closure",
-        "__init__",
-        ("self", "step_fn", "backward_fn", "zero_grad_fn"),
-    ),
-    (f"{LOOPS}.optimization.manual:_ManualOptimization", "run", ("self", "kwargs")),
     # ---------------------------------------------------------------- Lightning: hooks
     (EPOCH, "_broadcast_sigterm_tensor", ("self",)),
     # ---------------------------------------------------------------- Lightning: trainer, logging,
@@ -130,11 +120,10 @@ TABLE: list[tuple[Any, ...]] = [
     (LOGGING, "_first_loop_iter"),
     (SIGNALS, "register_signal_handlers", ("self",)),
     (SIGNALS, "teardown", ("self",)),
-    (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor")),
-    (f"{CONNECTORS}.result:_ResultMetric", "_update_count"),
+    ("torchmetrics:Metric", "_update_count"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed"),
     ("torchmetrics:Metric", "_reductions"),
-    (RESULTS, "update_metrics", ("self", "key", "value", "batch_size")),
+    (f"{CONNECTORS}.result:_ResultCollection", "reset", ("self", "metrics", "fx")),
     (f"{CONNECTORS}.result:_Metadata", "sync"),
     (f"{CONNECTORS}.result:_ResultMetric", "_forward_cache"),
     (PRECISION, "_after_closure", ("self", "model", "optimizer")),
