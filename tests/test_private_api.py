@@ -36,7 +36,6 @@ PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
 FSDP = "torch.distributed.fsdp._fully_shard"
 ZERO = "deepspeed.runtime.zero"
-SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[Any, ...]] = [
     # ---------------------------------------------------------------- torch: communication
@@ -140,9 +139,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch:Tensor", "_is_view"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul_"),
-    ("torch", "_amp_foreach_non_finite_check_and_unscale_"),
-    (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")),
-    (SCALER, "_per_optimizer_states"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout"),
     ("torch.distributed.distributed_c10d", "_get_default_store", ()),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),
