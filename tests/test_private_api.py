@@ -29,7 +29,6 @@ EPOCH = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
 FIT = f"{LOOPS}.fit_loop:_FitLoop"
 EVALUATION = f"{LOOPS}.evaluation_loop:_EvaluationLoop"
 LOGGING = f"{CONNECTORS}.logger_connector:_LoggerConnector"
-RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
@@ -37,7 +36,6 @@ PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
 FSDP = "torch.distributed.fsdp._fully_shard"
 ZERO = "deepspeed.runtime.zero"
-SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[Any, ...]] = [
     # ---------------------------------------------------------------- torch: communication
@@ -61,7 +59,6 @@ TABLE: list[tuple[Any, ...]] = [
     ),
     ("torch.autograd:Variable", "_execution_engine"),
     (f"{FSDP}._fsdp_param_group:FSDPParamGroup", "_init_mp_dtypes", ("self",)),
-    ("torch.utils.checkpoint", "SAC_IGNORED_OPS"),
     ("torch.ops:profiler", "_record_function_enter_new"),
     ("torch.ops:profiler", "_record_function_exit"),
     # ---------------------------------------------------------------- Lightning: loops
@@ -72,8 +69,6 @@ TABLE: list[tuple[Any, ...]] = [
     (EPOCH, "_on_before_fetch", ("self",)),
     (EPOCH, "_on_after_fetch", ("self",)),
     (EPOCH, "_should_check_val_fx", ("self", "data_fetcher")),
-    (EPOCH, "_accumulated_batches_reached", ("self",)),
-    (EPOCH, "_num_ready_batches_reached", ("self",)),
     (EPOCH, "_batches_that_stepped"),
     (EPOCH, "_is_training_done"),
     (EPOCH, "_results"),
@@ -82,7 +77,6 @@ TABLE: list[tuple[Any, ...]] = [
         for name in user_state.OF_MODEL_CHECKPOINT
     ),
     (EPOCH, "batch_progress"),
-    (EPOCH, "automatic_optimization"),
     (EPOCH, "val_loop"),
     (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs")),
     (FIT, "setup_data", ("self",)),
@@ -99,14 +93,6 @@ TABLE: list[tuple[Any, ...]] = [
     (EVALUATION, "_has_run"),
     (EVALUATION, "batch_progress"),
     (EVALUATION, "run"),
-    (f"{LOOPS}.fetchers:_DataFetcher", "done"),
-    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch"),
-    (
-        f"{LOOPS}.optimization.automatic:Closure",
-        "__init__",
-        ("self", "step_fn", "backward_fn", "zero_grad_fn"),
-    ),
-    (f"{LOOPS}.optimization.manual:_ManualOptimization", "run", ("self", "kwargs")),
     # ---------------------------------------------------------------- Lightning: hooks
     (EPOCH, "_broadcast_sigterm_tensor", ("self",)),
     # ---------------------------------------------------------------- Lightning: trainer, logging,
@@ -124,21 +110,18 @@ TABLE: list[tuple[Any, ...]] = [
         "restore_optimizers_and_schedulers",
         ("self",),
     ),
-    ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm"),
     (LOGGING, "_logged_metrics"),
     (LOGGING, "log_metrics", ("self", "metrics", "step")),
     (LOGGING, "_first_loop_iter"),
     (SIGNALS, "register_signal_handlers", ("self",)),
     (SIGNALS, "teardown", ("self",)),
-    (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor")),
-    (f"{CONNECTORS}.result:_ResultMetric", "_update_count"),
+    ("torchmetrics:Metric", "_update_count"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed"),
     ("torchmetrics:Metric", "_reductions"),
-    (RESULTS, "update_metrics", ("self", "key", "value", "batch_size")),
+    (f"{CONNECTORS}.result:_ResultCollection", "reset", ("self", "metrics", "fx")),
     (f"{CONNECTORS}.result:_Metadata", "sync"),
     (f"{CONNECTORS}.result:_ResultMetric", "_forward_cache"),
     (PRECISION, "_after_closure", ("self", "model", "optimizer")),
-    (PRECISION, "clip_gradients", ("self", "optimizer", "clip_val", "gradient_clip_algorithm")),
     ("lightning.pytorch.strategies:DDPStrategy", "_register_ddp_hooks", ("self",)),
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_setup_distributed", ("self",)),
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_device_mesh"),
@@ -151,16 +134,9 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch:Tensor", "_is_view"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul_"),
-    ("torch", "_amp_foreach_non_finite_check_and_unscale_"),
-    (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")),
-    (SCALER, "_per_optimizer_states"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout"),
     ("torch.distributed.distributed_c10d", "_get_default_store", ()),
-    ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),
-    ("torch.distributed.device_mesh:DeviceMesh", "_unflatten"),
-    ("torch.nn.modules.batchnorm", "_BatchNorm"),
     ("torch.nn.modules._functions", "SyncBatchNorm"),
-    ("torch.nn:Module", "_modules"),
     ("torch.nn:Module", "_parameters"),
     ("torch.nn:Module", "_buffers"),
     ("torch.nn:Module", "_non_persistent_buffers_set"),

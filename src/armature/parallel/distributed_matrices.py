@@ -1,11 +1,11 @@
 """Work on whole matrices, such as Muon's, shared by the ranks that would otherwise all do the same
 work.
 
-Each rank works on some of the matrices. If every rank holds all of them, one collective sends the
-results to the others. If they are sharded, one all-to-all gathers each matrix on one rank, and
-another one sends the shards of the results back. This communicates as many elements as the ranks
-hold; an all-gather of every matrix would send that times the number of ranks. All matrices of a
-step travel together, unless they are large.
+Each rank works on some of the matrices. If every rank holds all of them, each sends its results to
+the others. If they are sharded, one all-to-all gathers each matrix on one rank, and another one
+sends the shards of the results back. This communicates as many elements as the ranks hold; an
+all-gather of every matrix would send that times the number of ranks. All matrices of a step travel
+together, unless they are large.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,8 +23,6 @@ Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the 
 # What a rank holds at once besides its weights: all results, or its shards and its share of the
 # work
 MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
-# torch 2.13 warns of the older name
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class DistributedMatrices:
@@ -144,18 +142,12 @@ def _broadcast(
     rank, ranks = group.rank(), group.size()
     shares = _shares(matrices, ranks=ranks)
     sizes = [sum(matrices[i].numel() for i in share) for share in shares]
-    even = ranks * max(sizes) <= 2 * sum(sizes)
-    places = [max(sizes)] * ranks if even else sizes
-    flat = matrices[0].new_empty(sum(places))
-    everyones = flat.split(places)
+    everyones = matrices[0].new_empty(sum(sizes)).split(sizes)
     for i, place in zip(shares[rank], _parts(everyones[rank], matrices, shares[rank]), strict=True):
         place.copy_(function(matrices[i]))
-    if even:
-        ALL_GATHER(flat, everyones[rank].clone(), group=group)
-    else:  # ranks with little work, or none, would send as much as those with the most
-        for source, result in enumerate(everyones):
-            if sizes[source]:
-                dist.broadcast(result, group_src=source, group=group)
+    for source, result in enumerate(everyones):  # of unequal sizes, or none
+        if sizes[source]:
+            dist.broadcast(result, group_src=source, group=group)
     results: dict[int, Tensor] = {}
     for share, result in zip(shares, everyones, strict=True):
         results |= zip(share, _parts(result, matrices, share), strict=True)

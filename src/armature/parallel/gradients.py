@@ -85,6 +85,12 @@ def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torc
     return process_group.all_sum(total).sqrt()
 
 
+def overflow(parts: Sequence[Part], *, device: torch.device) -> Tensor:
+    """Return 1.0 if this rank's parts have an infinity or NaN, else 0.0, as a 0-dim tensor."""
+    norms = _norms([part for part, _ in parts], device=device) if parts else torch.zeros(1)
+    return (~norms.isfinite()).any().to(device, torch.float32)
+
+
 def _norms(pieces: Sequence[Tensor], *, device: torch.device) -> Tensor:
     """Return the 2-norm of each piece, (len(pieces),) in fp32."""
     own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece in pieces]

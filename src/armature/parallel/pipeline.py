@@ -125,10 +125,10 @@ def _stage_view(
         if isinstance(value, dict) and name not in ("_parameters", "_buffers"):
             view.__dict__[name] = copy.copy(value)  # hooks and submodules
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
-    view._modules[plan.blocks] = nn.ModuleDict({name: blocks[name] for name in names})
+    setattr(view, plan.blocks, nn.ModuleDict({name: blocks[name] for name in names}))
     for ends, held in ((plan.first, first), (plan.last, last)):
-        if not held:
-            view._modules |= dict.fromkeys(ends, None)
+        for end in () if held else ends:
+            setattr(view, end, None)
     return view
 
 

@@ -197,20 +197,12 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Return every rank's result of `work`, in order of ranks, on rank 0; nothing elsewhere.
-
-    An error of one rank is raised on all ranks.
-    """
-    result, error = _attempt(work)
-    of_ranks = gather_object((_describe(error), result))
-    problem = next((f"rank {n} failed: {m}" for n, (m, _) in enumerate(of_ranks) if m), None)
-    problem = broadcast_object(problem)
-    if error is not None:
-        raise error
-    if problem is not None:
-        raise OSError(problem)
-    return [result for _, result in of_ranks]  # pyright: ignore[reportReturnType]
+def on_all_ranks(work: Callable[[], object]) -> None:
+    """Call `work` on every rank. An error of one rank is raised on all ranks."""
+    _, error, problem = _attempt(work)
+    problems = gather_object(problem)  # on rank 0
+    problem = broadcast_object(next(filter(None, problems), None))
+    _raise(error, problem)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
@@ -218,20 +210,25 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
     An error is raised on all ranks.
     """
-    done: list[T] = []  # a large result is not gathered
-    on_all_ranks(lambda: done.append(work()) if rank() == 0 else None)
-    return broadcast_object(done[0] if done else None)  # pyright: ignore[reportReturnType]
+    result, error, problem = _attempt(work) if rank() == 0 else (None, None, None)
+    result, problem = broadcast_object((result, problem))
+    _raise(error, problem)
+    return result  # pyright: ignore[reportReturnType]
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
+    """Return a result, or an error and what the other ranks say of it."""
     try:
-        return work(), None
+        return work(), None, None
     except Exception as error:
-        return None, error
+        return None, error, f"rank {rank()} failed: {type(error).__name__}: {error}"
 
 
-def _describe(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+def _raise(error: Exception | None, problem: str | None) -> None:
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise OSError(problem)
 
 
 def rank() -> int:

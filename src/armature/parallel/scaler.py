@@ -2,19 +2,16 @@
 step together.
 """
 
-# pyright: reportPrivateImportUsage=false
-
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.parallel.gradients import local_gradients
+from armature.parallel import process_group
+from armature.parallel.gradients import local_gradients, multiply, overflow
 
 
 def precision_arguments(precision: str, *, mesh: bool) -> dict[str, Any]:
@@ -39,57 +36,36 @@ class SharedScaler(torch.amp.GradScaler):
 
     skipped: bool = False
 
-    @override
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        with torch.no_grad():
-            for part, _ in local_gradients(
-                param for group in optimizer.param_groups for param in group["params"]
-            ):
-                parts.setdefault((part.device, part.dtype), []).append(part)
-            for (device, dtype), grads in parts.items():
-                if dtype == torch.float16 and not allow_fp16:
-                    raise ValueError(
-                        "A loss scaler needs weights in fp32: their fp16 gradients cannot be "
-                        "unscaled."
-                    )
-                found = torch.zeros_like(found_inf, device=device)
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
-                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-            if dist.is_initialized():
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        return {found_inf.device: found_inf}
+    def __init__(self, *, device: str) -> None:
+        super().__init__(device=device)
+        self.device = torch.device(device)
+        self._made = 0  # steps since the scale has changed
+        # by optimizer: how many ranks have found an infinity or NaN in its unscaled gradients
+        self._unscaled: dict[Optimizer, Tensor] = {}
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients, once before its step: clipping them in manual
         optimization did.
         """
-        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
-            super().unscale_(optimizer)
+        if optimizer in self._unscaled:
+            return
+        parts = local_gradients(
+            param for group in optimizer.param_groups for param in group["params"]
+        )
+        if any(part.dtype == torch.float16 for part, _ in parts):
+            raise ValueError(
+                "A loss scaler needs weights in fp32: their fp16 gradients cannot be unscaled."
+            )
+        one = torch.ones((), device=self.device)
+        multiply(parts, by=one / self.scale(one))
+        self._unscaled[optimizer] = process_group.all_sum(overflow(parts, device=self.device))
 
-    @override
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale after an optimizer's step.
-
-        Gradients of others may be unscaled already, and stay so.
+    def forget_unscaled(self) -> None:
+        """Forget which gradients are unscaled: if no step was made of them, the next ones are
+        scaled.
         """
-        unscaled = self.forget_unscaled()
-        super().update(new_scale)
-        self._per_optimizer_states.update(unscaled)
-
-    def forget_unscaled(self) -> dict[int, dict[str, Any]]:
-        """Forget, and return, which gradients are unscaled: if no step was made of them, the next
-        ones are scaled.
-        """
-        states = self._per_optimizer_states
-        return {
-            key: states.pop(key)
-            for key, state in [*states.items()]
-            if state["stage"] is OptState.UNSCALED
-        }
+        self._unscaled.clear()
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +73,27 @@ class SharedScaler(torch.amp.GradScaler):
 
         Reading that is the step's only host synchronization.
         """
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        self.skipped = any(found.item() for found in state["found_inf_per_device"].values())
-        state["stage"] = OptState.STEPPED
+        self.unscale_(optimizer)
+        self.skipped = bool(self._unscaled.pop(optimizer))
         return None if self.skipped else optimizer.step(*args, **kwargs)
+
+    @override
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale after an optimizer's step."""
+        self._made += 1
+        if self.skipped:
+            new_scale = self.get_scale() * self.get_backoff_factor()
+        elif self._made == self.get_growth_interval():
+            new_scale = self.get_scale() * self.get_growth_factor()
+        if new_scale is not None:
+            self._made = 0
+            super().update(new_scale)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"_growth_tracker": self._made}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._made = state_dict["_growth_tracker"]

@@ -312,12 +312,10 @@ class GradientMixin(LayoutMixin):
         """
         if isinstance(optimizer, LightningOptimizer):  # of self.optimizers()
             optimizer = optimizer.optimizer
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if scaler is not None and (fused or scaler is self.scaler) and not self._skips_step:
+        if self.scaler is not None and not self._skips_step:
             # Lightning leaves it to fused optimizers, and in manual optimization to the step, which
             # is after clipping
-            scaler.unscale_(optimizer)
+            self.scaler.unscale_(optimizer)
         parts = gradients.local_gradients(parameters_of(optimizer))
         self.grad_norm = norm = self._norm_of(parts)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

@@ -6,8 +6,9 @@ out, and torchmetrics' objects do not save their states.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 # by key of the collection, or by name of the metric in the module
 Facts = dict[str, dict[str, Any]]
-_ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
+# of equal values, each is that value
+_ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean, torch.max, torch.min)
 _META = (
     "fx",
     "name",
@@ -64,14 +66,12 @@ class Results(_ResultCollection):
         key = f"{fx}.{name}"
         before = self.pop(key) if key in self.restored else None
         self.restored -= {key}
-        super().log(fx, name, value, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+        super().log(fx, name, whole(value), **settings)  # pyright: ignore[reportAttributeAccessIssue]
         own = self[key]
-        if before is not None and own.is_tensor and own.meta.on_epoch:
-            vars(own).update(_combined(before.metric_state, own.metric_state, own.meta.reduce_fx))
-
-    @override
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        super().update_metrics(key, whole(value), batch_size)  # pyright: ignore[reportAttributeAccessIssue]
+        earlier = before.metric_state if before is not None and own.meta.on_epoch else {}
+        for state in own.metric_state.keys() & earlier:
+            parts = torch.stack([earlier[state], getattr(own, state)])
+            setattr(own, state, _reduction(own, state)(parts))
 
 
 @contextmanager
@@ -103,37 +103,48 @@ def collect(results: Results) -> Facts:
             "sync": metric.meta.sync.should,
             "rank_zero_only": metric.meta.sync.rank_zero_only,
             "newest": copied(metric._forward_cache),
-            "state": copied(metric.metric_state) if metric.is_tensor else None,
+            "state": copied(metric.metric_state),  # empty for an object
+            "updates": metric.update_count,
         }
         for key, metric in results.items()
         if not metric.has_reset
     }
 
 
-def restore(results: Results, saved: Facts, module: nn.Module, strategy: Any) -> None:
-    """Let a collection hold what `collect` returned, and nothing else."""
+def restore(
+    results: Results, of_ranks: list[Facts], module: nn.Module, strategy: Any, **ranks: Any
+) -> None:
+    """Let a collection hold what `collect` returned on all ranks, as far as this rank continues
+    from it, and nothing else.
+
+    Args:
+        ranks: see `_continued`.
+    """
     metrics, device = dict(_metrics(module)), strategy.root_device
+    chosen, takes = _continued(of_ranks, **ranks)
     results.clear()
     results.restored = frozenset()
-    for key, facts in saved.items():
-        how, state = facts["meta"], facts["state"]
-        value = metrics.get(how["metric_attribute"]) if state is None else torch.zeros(())
+    for key in dict.fromkeys(chain(*chosen)):
+        found = [facts[key] for facts in chosen if key in facts]
+        how = found[0]
+        value = torch.zeros(()) if how["state"] else metrics.get(how["meta"]["metric_attribute"])
         if value is None:
             continue
         results.log(
             value=value.to(device),
-            **how,
-            reduce_fx=facts["reduce_fx"],
-            rank_zero_only=facts["rank_zero_only"],
+            **how["meta"],
+            reduce_fx=how["reduce_fx"],
+            rank_zero_only=how["rank_zero_only"],
             sync_dist_fn=strategy.reduce,
             batch_size=1,
         )
         own = results[key]
-        for name, kept in (state or {}).items():
-            setattr(own, name, kept.to(device))
-        own._forward_cache = copied(facts["newest"], device)
-        own.meta.sync.should = facts["sync"]
-    results.restored, results.continues = frozenset(saved), bool(saved)
+        if how["state"]:
+            _set_state(own, key, found, takes=takes)
+        own._forward_cache, own.has_reset = copied(how["newest"]), False
+        own.meta.sync.should = how["sync"]
+    results.to(device)
+    results.restored, results.continues = frozenset(results), bool(results)
 
 
 def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -> Facts:
@@ -168,76 +179,38 @@ def _reset(metric: Metric) -> Metric:
     return metric
 
 
-def for_rank(
-    of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
-) -> Facts:
-    """Return the values that a rank continues from.
-
-    On other ranks than those of the checkpoint, what all ranks had collected is combined: the ranks
-    that share the
-    first part of the data take sums over all, the others start from nothing. Maxima and minima go
-    to all.
+def _continued(
+    of_ranks: list[Facts],
+    *,
+    rank: int = 0,
+    saved_data_ranks: Sequence[int] = (0,),
+    data_ranks: Sequence[int] = (0,),
+) -> tuple[list[Facts], bool]:
+    """Return what a rank continues from, of one rank or of several that are to be combined, and
+    whether it does: others start from nothing, but for extremes and means.
 
     Args:
         saved_data_ranks, data_ranks: each rank's place on the data axis, when the checkpoint was
             saved and now.
     """
     if saved_data_ranks == data_ranks:
-        return of_ranks[rank]
-    combined: Facts = {}
-    for facts in _one_per_data_rank(of_ranks, saved_data_ranks):
-        for key, new in facts.items():
-            if key in combined and new["state"] is not None:
-                reduce_fx = getattr(torch, new["reduce_fx"])
-                state = _combined(combined[key]["state"], new["state"], reduce_fx)
-                combined[key] = combined[key] | {"state": state}
-            else:
-                combined.setdefault(key, new)
-    if data_ranks[rank] == 0:
-        return combined
-    return {
-        key: facts | {"state": {n: v.new_zeros(()) for n, v in facts["state"].items()}}
-        if facts["state"] and facts["reduce_fx"] in ("mean", "sum")
-        else facts
-        for key, facts in combined.items()
-    }
+        return [of_ranks[rank]], True
+    # ranks that share a part of the data have collected the same
+    places = sorted(set(saved_data_ranks))
+    chosen, place = [of_ranks[saved_data_ranks.index(each)] for each in places], data_ranks[rank]
+    if len({*data_ranks}) < len(chosen):
+        return chosen, place == 0
+    # each continues one rank's
+    return chosen[place : place + 1] or chosen, place < len(chosen)
 
 
-def _combined(
-    state: Mapping[str, Tensor], more: Mapping[str, Tensor], reduce_fx: Callable[..., Any]
-) -> dict[str, Tensor]:
-    """Return a sum (with its number of samples), maximum or minimum of two parts of an epoch."""
-    combine = {torch.max: torch.maximum, torch.min: torch.minimum}.get(reduce_fx, torch.add)
-    return {
-        name: combine(value.to(more[name].device), more[name])
-        for name, value in state.items()
-        if name in more
-    }
-
-
-def restore_states(
-    module: nn.Module,
-    of_ranks: list[Facts],
-    *,
-    rank: int = 0,
-    saved_data_ranks: Sequence[int] = (0,),
-    data_ranks: Sequence[int] = (0,),
-) -> None:
+def restore_states(module: nn.Module, of_ranks: list[Facts], **ranks: Any) -> None:
     """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what
-    all had collected. Without ranks: to what this one had.
+    all had collected. Without `ranks` (see `_continued`): to what this one had.
     """
     _set_lengths(module, {name for facts in of_ranks for name in facts})
-    metrics = dict(_metrics(module))
-    chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
-    if saved_data_ranks == data_ranks:
-        chosen, takes = [of_ranks[rank]], True
-    elif len({*data_ranks}) >= len(chosen):
-        # each continues one rank's, and those without one start from nothing
-        takes = place < len(chosen)
-        chosen = chosen[place : place + 1] or chosen
-    else:
-        takes = place == 0
-    for name, metric in metrics.items():
+    chosen, takes = _continued(of_ranks, **ranks)
+    for name, metric in _metrics(module):
         found = [facts[name] for facts in chosen if name in facts]
         if found:
             _set_state(metric, name, found, takes=takes)
@@ -273,7 +246,7 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
     states = [one["state"] for one in found if one["updates"]] or [found[0]["state"]]
     lost = []
     for key, value in states[0].items():
-        reduction, values = metric._reductions.get(key), [state[key] for state in states]
+        reduction, values = _reduction(metric, key), [state[key] for state in states]
         if isinstance(value, list):
             new = [item for items in values for item in items]
         elif callable(reduction) and len(values) > 1:
@@ -293,6 +266,12 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
         )  # fmt: skip
 
 
+def _reduction(metric: Any, key: str) -> Any:
+    """Return how values of a state are combined. Lightning's results call all of them sums."""
+    how = metric.meta.reduce_fx if hasattr(metric, "meta") else None
+    return how if how in _ALIKE else metric._reductions.get(key)
+
+
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
 
@@ -308,13 +287,6 @@ def _state_of(metric: Metric) -> dict[str, Any]:
         if (isinstance(value, Tensor) and key[0] != "_") or key == "_num_vals_seen"
     }
     return others | metric.metric_state
-
-
-def _one_per_data_rank(of_ranks: list[Facts], data_ranks: Sequence[int]) -> list[Facts]:
-    """Return one rank's of each part of the data: ranks that share a part have collected the
-    same.
-    """
-    return [of_ranks[data_ranks.index(place)] for place in sorted(set(data_ranks))]
 
 
 def copied(value: Any, device: torch.device = _CPU) -> Any:

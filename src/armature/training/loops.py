@@ -132,7 +132,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Save and stop where due, when all hooks of the step have run; then validate, and step the
         schedules that follow a metric.
         """
-        if self._accumulated_batches_reached():
+        if self.batch_ends_step:
             run_hooks.call(self.trainer, "step_ended")
         super().on_advance_end(data_fetcher)
 
@@ -147,6 +147,11 @@ class EpochLoop(_TrainingEpochLoop):
         if self.data_wait is not None:
             self.data_wait.fetch_ended()
         super()._on_after_fetch()
+
+    @property
+    def batch_ends_step(self) -> bool:
+        """Whether the newest micro-batch is the last one of its global batch."""
+        return (self.batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
 
     # ------------------------------------------------------------ limits
     @property
@@ -178,7 +183,7 @@ class EpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        return self.last_batch_is_done or self._num_ready_batches_reached()
+        return self.all_global_batches_are_done or super()._is_training_done
 
     # ------------------------------------------------------------ validation
     @override
@@ -194,7 +199,7 @@ class EpochLoop(_TrainingEpochLoop):
             if not ends and (batches + 1) % every:
                 return False
         return super()._should_check_val_fx(data_fetcher) or (
-            ended and self._accumulated_batches_reached() and trainer.enable_validation
+            ended and self.batch_ends_step and trainer.enable_validation
         )
 
     @property

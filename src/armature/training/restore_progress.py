@@ -228,9 +228,10 @@ class RestoreProgress(RunHooks, Callback):
         self._restore_values(trainer)
         epoch_metrics.restore(
             trainer.fit_loop.epoch_loop._results,
-            epoch_metrics.for_rank(self._saved["logged"], **ranks) if within_epoch else {},
+            self._saved["logged"] if within_epoch else [{} for _ in self._saved["logged"]],
             module,
             strategy,
+            **ranks,
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:

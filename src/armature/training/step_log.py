@@ -391,10 +391,8 @@ class StepLog(RunHooks, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if (
-            trainer.training
-            and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        ):
+        loop: Any = trainer.fit_loop.epoch_loop
+        if trainer.training and loop.batch_ends_step:
             # `rows_read` may refuse what a callback of the user's is about to save
             self.flush(trainer)
 
