@@ -136,6 +136,8 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch", "_foreach_mul_"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout"),
     ("torch.distributed.distributed_c10d", "_get_default_store", ()),
+    ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),
+    ("torch.distributed.device_mesh:DeviceMesh", "_unflatten"),
     ("torch.nn.modules._functions", "SyncBatchNorm"),
     ("torch.nn:Module", "_parameters"),
     ("torch.nn:Module", "_buffers"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,19 +61,15 @@ def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     shard weights, those of the axes shard and context together: ranks that share samples have the
     same weights too.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which
     # users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ranks = {**sizes, "shard": sizes["shard"] * sizes["context"]}
     unused = {axis for axis in AXES if axis != "shard" and ranks[axis] == 1}
-    names = [axis for axis in AXES if axis not in unused | {"context"}]
-    return _of_all_ranks(device_type, {axis: ranks[axis] for axis in names})
-
-
-def _of_all_ranks(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+    names = tuple(axis for axis in AXES if axis not in unused | {"context"})
+    return init_device_mesh(device_type, tuple(ranks[axis] for axis in names), mesh_dim_names=names)
 
 
 def find_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh | None:
@@ -83,7 +79,9 @@ def find_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh | None:
 
 def context_group(mesh: DeviceMesh, *, context: int) -> dist.ProcessGroup:
     """Return the group of ranks that share this rank's samples, in the order of their positions."""
-    return _group(mesh, ["shard"], size=context)
+    shard = mesh["shard"]
+    shape = (shard.size() // context, context)
+    return shard._unflatten(0, shape, ("samples", "context"))["context"].get_group()
 
 
 def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
@@ -96,7 +94,7 @@ def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
     sizes = {axis: mesh[axis].size() for axis in kept}
     sizes["rest"] = mesh.size() // (math.prod(sizes.values()) * expert)
     sizes["expert"] = expert
-    return _of_all_ranks(mesh.device_type, sizes)
+    return _as_one_axis(mesh, "world")._unflatten(0, (*sizes.values(),), (*sizes,))
 
 
 def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
@@ -122,20 +120,10 @@ def data_mesh(mesh: DeviceMesh, *, shard: str = "shard") -> DeviceMesh:
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with different samples or positions and the same stage and part of
-    the tensor axis; with an axis that replicates, a new one.
+    the tensor axis.
     """
-    found = data_mesh(mesh)
-    return found.get_group() if found.ndim == 1 else _group(mesh, AXES[1:3], size=found.size())
+    return _as_one_axis(data_mesh(mesh), "data").get_group()
 
 
-def _group(mesh: DeviceMesh, axes: Sequence[str], *, size: int) -> dist.ProcessGroup:
-    """Return this rank's one of new groups of so many ranks, which are neighbors along these axes.
-
-    Called by all ranks.
-    """
-    import torch.distributed as dist
-
-    places = [*map((mesh.mesh_dim_names or ()).index, axes)]
-    ranks = mesh.mesh.movedim(places, [*range(-len(places), 0)]).reshape(-1, size)
-    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return own  # pyright: ignore[reportReturnType]
+def _as_one_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh if mesh.ndim == 1 else mesh._flatten(name)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -265,9 +264,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
                 "experts. Type strategy.expert=1."
             )
-        group = mesh.data_group(self.device_mesh)
         if self.sync_batchnorm and self.data_size > 1:
-            batchnorm.synchronize(module, group=group)
+            batchnorm.synchronize(module, group=mesh.data_group(self.device_mesh))
         attributes = {
             name: {**vars(param)} for name, param in module.named_parameters(remove_duplicate=False)
         }
@@ -302,7 +300,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             for _, model in models:
                 sharded.refuse_pickled_states(model)
         self._replicate_others(
-            module, {param for _, model in models for param in model.parameters()}, group
+            module, {param for _, model in models for param in model.parameters()}
         )
         self.bubble_share = bubble_share(
             options.schedule, ranks=self.sizes["pipe"], microbatches=options.microbatches
@@ -316,7 +314,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         return {name: param for name, param in named if not isinstance(param, DTensor)}
 
     def _replicate_others(
-        self, module: L.LightningModule, sharded: set[nn.Parameter], group: dist.ProcessGroup
+        self, module: L.LightningModule, sharded: set[torch.nn.Parameter]
     ) -> None:
         """Average the gradients of weights that every rank has the whole of."""
         move_others(
@@ -331,8 +329,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 "outside of its model, and no stage of the pipeline owns them: "
                 f"{', '.join(others)}. Move them into the model."
             )
-        if group.size() > 1:
-            self.averaged = gradients.AveragedGradients(group)
+        if mesh.data_mesh(self.device_mesh).size() > 1:
+            self.averaged = gradients.AveragedGradients(mesh.data_group(self.device_mesh))
             whole = [param for param in module.parameters() if not units.is_sharded(param)]
             self.averaged.add(whole if self.sizes["pipe"] == 1 else ())
 

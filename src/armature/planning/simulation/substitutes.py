@@ -42,7 +42,7 @@ def install(device: Device) -> None:
     _kernels(device)
     _objects()
     _data()
-    for name in ("build", "context_group", "data_group", "expert_mesh"):
+    for name in ("build", "context_group", "expert_mesh"):
         wrap(mesh, name, with_values)
     for name in ("capture", "restore"):
         wrap(randomness, name, with_values)
