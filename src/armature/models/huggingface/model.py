@@ -144,6 +144,13 @@ class PretrainedModel(WrappedModel):
                 config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options
             )
 
+    @staticmethod
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits (…, classes), in nats, over the targets (…) that
+        are not -100.
+        """
+        return mean_cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
     @cached_property
     def plan(self) -> Plan | None:
         """How this model may be sharded; None: as one unit."""
@@ -272,13 +279,6 @@ class CausalLM(PretrainedModel):
             :, -inputs.shape[1] :
         ]
 
-    @staticmethod
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that
-        are not -100.
-        """
-        return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
     @cached_property
     def _accepted(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.inner.forward).parameters)
@@ -343,13 +343,6 @@ class SequenceClassifier(PretrainedModel):
             input_ids=inputs.where(held_BT, self.padding), attention_mask=held_BT.long()
         )
         return outputs.logits if targets is None else self.loss(outputs.logits, targets)
-
-    @staticmethod
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are
-        not -100.
-        """
-        return mean_cross_entropy(outputs, targets)
 
     @override
     def is_head(self, name: str) -> bool:
