@@ -96,11 +96,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight_low_VD = to_compute_dtype(weight_VD)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         ctx.is_late = needs_weight and not mean
-        if ctx.is_late:
-            needs_x = needs_weight = False
-        log_p_N, *gradients = _by_chunks(
-            x_ND, weight_low_VD, targets_N, part, needs_x, needs_weight
-        )
+        needs = (False, False) if ctx.is_late else (needs_x, needs_weight)
+        log_p_N, *gradients = _by_chunks(x_ND, weight_low_VD, targets_N, part, *needs)
         count = (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
         share = 1 / count if mean else torch.ones_like(count)
         # backward applies `share` together with the scaler's factor: fp16 gradients would underflow
@@ -115,7 +112,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (grad,), (*dtypes, compute_dtype) = grad_outputs, ctx.dtypes
+        (grad,), (*dtypes, compute_dtype), scale = grad_outputs, ctx.dtypes, None
         if ctx.is_late:
             x_ND, weight_VD, targets_N = ctx.saved_tensors
             _, *gradients = _by_chunks(
@@ -123,11 +120,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 *ctx.needs_input_grad[:2], factor_N=grad,
             )  # fmt: skip
         else:
-            *saved, share = ctx.saved_tensors
+            *gradients, share = ctx.saved_tensors
             scale = (grad * share).unsqueeze(-1)
-            gradients = [None if each is None else each.float() * scale for each in saved]
-        typed = zip(gradients, dtypes, strict=True)
-        own = (None if each is None else each.to(dtype) for each, dtype in typed)
+        own = (
+            None if g is None else (g if scale is None else g.float() * scale).to(dtype)
+            for g, dtype in zip(gradients, dtypes, strict=True)
+        )
         return *own, None, None, None, None
 
 
