@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from armature.models.decoder.generation import complete, generate, sample
+from armature.models.decoder.generation import complete, sample
 from armature.models.decoder.model import Decoder
 
-PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
+PROMPT = [[3, 1, 4], [1, 5, 9]]
 
 
 @pytest.fixture
@@ -15,19 +15,16 @@ def model() -> Decoder:
 
 @pytest.mark.guarantee
 def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
-    ids = PROMPT
+    ids = torch.tensor(PROMPT)
     model.eval()
     for _ in range(10):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
+    assert complete(model, PROMPT, max_new_tokens=10, temperature=0) == ids.tolist()
 
 
 def assert_continues_as_alone(model, prompts, *, ends_as: tuple[int, int]) -> list[list[int]]:
     """Return the text of each prompt alone. All end at the token of one prompt's text, too."""
-    alone = [
-        generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
-        for each in prompts
-    ]
+    alone = [complete(model, [each], max_new_tokens=30, temperature=0)[0] for each in prompts]
     assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
     eot = alone[ends_as[0]][ends_as[1]]
     ended = complete(model, prompts, max_new_tokens=30, temperature=0, eot=eot)
@@ -83,13 +80,12 @@ def test_no_prompt_and_an_empty_one_among_others_are_refused(model, prompts):
 
 def test_a_seed_gives_the_same_text_and_training_mode_is_restored(model):
     texts = [
-        generate(
+        complete(
             model.train(), PROMPT, max_new_tokens=8, generator=torch.Generator().manual_seed(seed)
         )
         for seed in (0, 0, 1)
     ]
-    assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], texts[2])
+    assert texts[0] == texts[1] != texts[2]
     assert model.training
 
 

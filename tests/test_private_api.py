@@ -247,8 +247,6 @@ TRANSFORMERS = [  # models/huggingface/ and finetune/built.py
     ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),
     ("transformers.modeling_utils:PreTrainedModel", "tp_plan"),
     ("transformers.modeling_utils:PreTrainedModel", "base_model_prefix"),
-    ("transformers", "MODEL_FOR_CAUSAL_LM_MAPPING"),
-    ("transformers", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
 ]
 OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 

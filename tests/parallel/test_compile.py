@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from armature.models.decoder.generation import generate
+from armature.models.decoder.generation import complete
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 from tests import running
@@ -113,7 +113,7 @@ def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mod
 def test_generation_compiles_nothing(count) -> None:
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
-    generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=20)
+    complete(model, [[0, 0, 0]], max_new_tokens=20)
     assert count() == 0
     train(model, 8)
     assert count() == 1

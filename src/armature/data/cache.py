@@ -84,26 +84,22 @@ def fingerprint(header: dict[str, Any]) -> str:
 
 
 def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    part = folder.with_name(f"{folder.name}.part")
-    if part.exists():
-        log.warning("%s was left half-written by a killed process. Starting again.", part)
-        shutil.rmtree(part)
-    part.mkdir()
+    for part in folder.parent.glob(f".{folder.name}.*.part"):
+        shutil.rmtree(part)  # of a killed process: this one has the lock
     try:
-        content = build(part)
-        sums = {
-            p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)}
-            for p in sorted(part.iterdir())
-        }
-        header = {**content, "files": sums}
-        (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-        for path in part.iterdir():
-            files.sync(path)
-        files.sync(part)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(part, folder)
-        files.sync(folder.parent)
+        with files.replacing(folder) as part:
+            part.mkdir()
+            content = build(part)
+            sums = {
+                p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)}
+                for p in sorted(part.iterdir())
+            }
+            header = {**content, "files": sums}
+            (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+            for path in part.iterdir():
+                files.sync(path)
+            if folder.exists():  # damaged
+                shutil.rmtree(folder)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -112,8 +108,6 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
             "data.source.cache_dir, or "
             "ARMATURE_CACHE in the environment, to a folder on another one."
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return header
 
 

@@ -24,7 +24,7 @@ from armature.data import draw, folds, labels, same_data
 from armature.data.base import DataModule
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches
 from armature.data.draw import ReadLoader
-from armature.data.loader import FedLoader, Unchanged, copies_ahead, fed
+from armature.data.loader import FedLoader, Unchanged, fed
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Samples, has_targets, preserved_generators, seeded
 from armature.data.stream import Stream
@@ -496,21 +496,14 @@ class Feed(L.Callback):
             collate_fn=read.loader.collate_fn,
             foreign=not self._ours,
         )
-        device = None if self.trainer is None else self.trainer.strategy.root_device
-        workers = read.loader.num_workers if self._typed_workers is None else self._typed_workers
-        owners = [self.data] if self.trainer is None else [self.data, self.trainer.lightning_module]
+        workers, trainer = self._typed_workers, self.trainer
         return fed(
             read.loader,
             samples,
             sampler,
-            num_workers=workers,
+            num_workers=read.loader.num_workers if workers is None else workers,
             persistent=read.loader.persistent_workers if persistent is None else persistent,
-            device=device,
-            ahead=copies_ahead(
-                owners,
-                ours=type(self.data).__module__.startswith("armature."),
-                workers=workers > 0,
-            ),
+            pin=trainer is not None and trainer.strategy.root_device.type == "cuda",
             predicting=predicting,
             in_loop=in_loop,
         )

@@ -1,6 +1,4 @@
-"""A loader of anybody's class that takes its samples in our order, and copies batches to the device
-before the step asks for them.
-"""
+"""A loader of anybody's class that takes its samples in our order."""
 
 import copy
 import multiprocessing
@@ -9,22 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.samples import BeginWorker, Samples, collated
 from armature.data.worker_signals import end_workers_at_exit
-
-# hooks that see a batch off the device
-BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FedLoader(DataLoader[Any]):
@@ -34,12 +23,10 @@ class FedLoader(DataLoader[Any]):
     Attributes:
         reader: a loader of the user's class, over `Samples` and our batch sampler.
         fed_by: that sampler.
-        device: where batches are copied one ahead, or None.
     """
 
     reader: DataLoader[Any]
     fed_by: Any
-    device: torch.device | None
     reading = False  # somebody has begun and not ended
 
     @override
@@ -51,8 +38,7 @@ class FedLoader(DataLoader[Any]):
             vars(reader).update(_iterator=None, persistent_workers=False)
         vars(self)["reading"] = True
         try:
-            batches = iter(reader)
-            yield from batches if self.device is None else _ahead(batches, self.device)
+            yield from reader
         finally:
             vars(self)["reading"] = busy
 
@@ -75,8 +61,7 @@ def fed(
     *,
     num_workers: int,
     persistent: bool,
-    device: torch.device | None,
-    ahead: bool,
+    pin: bool,
     predicting: bool,
     in_loop: bool,
 ) -> FedLoader:
@@ -84,7 +69,7 @@ def fed(
 
     Args:
         sampler: a batch sampler of keys.
-        ahead: whether a batch may be copied to the device before the step before it has ended.
+        pin: keep batches in pinned memory: the host does not wait for their copies to the GPU.
         predicting: let Lightning's BasePredictionWriter find the samples of each batch.
         in_loop: Lightning must not find the user's sampler, whose epoch it would set.
     """
@@ -92,7 +77,6 @@ def fed(
         # Python 3.14 forks workers from a server; without this each would import torch
         multiprocessing.set_forkserver_preload([Samples.__module__])
         end_workers_at_exit()
-    pin = device is not None and device.type == "cuda"
     if pin and num_workers:
         # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
         warnings.filterwarnings("ignore", message="The combination of `DataLoader")
@@ -117,9 +101,12 @@ def fed(
     )
     made.__class__ = type(type(loader).__name__, (FedLoader, type(loader)), {})
     vars(made).update(
-        reader=reader, fed_by=sampler, device=device if pin and ahead else None,
-        batch_size=sampler.batch_size, num_workers=num_workers, _iterator=None,
-    )  # fmt: skip
+        reader=reader,
+        fed_by=sampler,
+        batch_size=sampler.batch_size,
+        num_workers=num_workers,
+        _iterator=None,
+    )
     if predicting:
         shown = _IndexBatchSamplerWrapper(sampler)
         shown.seen_batch_indices = [*sampler]
@@ -148,57 +135,3 @@ class Unchanged:
         if isinstance(loaders, Mapping):
             return {key: cls(each) for key, each in loaders.items()}
         return [*map(cls, loaders)] if isinstance(loaders, Sequence) else cls(loaders)
-
-
-def copies_ahead(owners: list[Any], *, ours: bool, workers: bool) -> bool:
-    """Return whether batches may be read and copied one ahead.
-
-    A dataset of users, such as a replay buffer, may change with each step (worker processes read
-    ahead anyway), and code of the owners may want batches before they are on the device: hooks do,
-    and a step that takes `dataloader_iter`.
-    """
-    steps = [step for own in owners for name in STEPS if (step := getattr(own, name, None))]
-    return (
-        (workers or ours)
-        and not any(is_overridden(name, own) for own in owners for name in BEFORE_DEVICE)
-        and not any(is_param_in_hook_signature(s, "dataloader_iter", explicit=True) for s in steps)
-    )
-
-
-def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each batch on a separate stream while the step before it computes.
-
-    They must be in pinned memory: from other memory, the copies would block the CPU.
-    """
-    streams = torch.get_device_module(device)
-    copy_stream = streams.Stream()
-    ready: tuple[Any, Any] | None = None
-    for batch in batches:
-        # Tensors that only an object's own `to` knows cannot be recorded below, and this copy may
-        # get their memory: it waits for the steps so far, which read them. The next step overlaps
-        # with it.
-        copy_stream.wait_stream(streams.current_stream())
-        with streams.stream(copy_stream):
-            copied = move_data_to_device(batch, device)
-            done = streams.Event()
-            done.record(copy_stream)
-        if ready is not None:
-            yield _synchronized(*ready, device)
-        ready = copied, done
-    if ready is not None:
-        yield _synchronized(*ready, device)
-
-
-def _synchronized(batch: Any, copied: Any, device: torch.device) -> Any:
-    """Return the batch.
-
-    The step's stream waits for the copy, and the memory stays until the step reads it.
-    """
-    current = torch.get_device_module(device).current_stream()
-    copied.wait(current)
-    for leaf in tree_leaves(batch):
-        # not a PackedSequence's sizes, which stay on the CPU; nor sparse tensors, which torch
-        # cannot record
-        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout == torch.strided:
-            leaf.record_stream(current)
-    return batch

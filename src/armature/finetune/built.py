@@ -117,11 +117,11 @@ def _match(model: Any, saved: Mapping[str, folder.SavedTensor]) -> Match:
     # one that is tied in the folder may be trained apart, and may be in the files as well
     is_tied = folder.config(Path(str(model.pretrained))).get("tie_word_embeddings")
     tied = {names.theirs(names.HEAD)} if is_tied else set()
-    left = sorted(saved.keys() - own - tied)
+    found = Match.of(own, saved)
     return Match(
-        own.keys() - saved - tied,
-        [name for name in left if not names.UNUSED.fullmatch(name)],
-        {n: (saved[n].shape, own[n]) for n in own.keys() & saved if saved[n].shape != own[n]},
+        {*found.missing} - tied,
+        [n for n in found.surplus if n not in tied and not names.UNUSED.fullmatch(n)],
+        found.wrong,
     )
 
 

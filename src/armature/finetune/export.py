@@ -82,8 +82,7 @@ def export(
     else:
         vocab_size = config["vocab_size"]
         model.document_token = None  # may be among the ids, and only this model would mask by it
-    with torch.no_grad(), files.folder_beside(target) as beside:
-        part = beside / target.name
+    with torch.no_grad(), files.replacing(target) as part:
         part.mkdir()
         for param in model.parameters():
             param.copy_(param.to(getattr(torch, dtype)))
@@ -101,7 +100,6 @@ def export(
                 f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it "
                 "was not written. Please report this with the run's config.yaml."
             )
-        part.replace(target)
     weights = folder.weights(target)
     count = len(weights.files)
     return (

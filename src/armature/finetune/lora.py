@@ -132,8 +132,7 @@ class Lora:
             )
         for name, module in linears.items():
             if isinstance(module, LoraLinear | nf4.Nf4Linear):
-                owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, module)
+                model.set_submodule(name, module)
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
             # it reads weights past the Linears' forward
             torch.backends.mha.set_fastpath_enabled(False)
@@ -225,8 +224,7 @@ def merge(model: nn.Module) -> nn.Module:
                 module.in_features, module.out_features, bias=module.bias is not None, device="meta"
             )
             plain.weight, plain.bias = weight, module.bias
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, plain)
+            model.set_submodule(name, plain)
     return model
 
 

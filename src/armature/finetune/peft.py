@@ -57,13 +57,11 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
     }
-    with files.folder_beside(target) as beside:
-        part = beside / target.name
+    with files.replacing(target) as part:
         part.mkdir()
         files.replace(part / "adapter_config.json", json.dumps(config, indent=2) + "\n")
         save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
         files.sync(part / "adapter_model.safetensors")
         write_tokenizer(folder.kept_in(Path(cfg.run.dir)), Path(cfg.run.dir), part)
-        part.replace(target)
     size = sum(value.numel() for value in tensors.values())
     return f"{target}: {len(modules)} adapters of rank {adapter.rank}, {size:,} parameters"

@@ -31,6 +31,16 @@ class Match:
     surplus: list[str]
     wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
+    @classmethod
+    def of(cls, own: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> "Match":
+        """Return how tensors that are `saved`, each with its `shape`, fit a model's own shapes."""
+        wrong = {
+            name: (there, shape)
+            for name, shape in own.items()
+            if name in saved and (there := tuple(saved[name].shape)) != shape
+        }
+        return cls(own.keys() - saved, sorted(saved.keys() - own), wrong)
+
 
 class WrappedModel(nn.Module):
     """A model of another library, without its weights.
@@ -38,7 +48,12 @@ class WrappedModel(nn.Module):
     Args:
         pretrained: the folder from which its weights are read.
         inner: the model, which `weights_on` has built.
+
+    Attributes:
+        new_head: begin with a random head, whatever head the folder has.
     """
+
+    new_head = False
 
     def __init__(self, pretrained: str, inner: Any) -> None:
         super().__init__()
@@ -83,21 +98,25 @@ class WrappedModel(nn.Module):
             f"inner.{name}" for name in own if name not in missing and not self.begins_anew(name)
         }
 
+    def is_head(self, name: str) -> bool:
+        """Return whether a parameter (by its name in `inner`) tells classes apart."""
+        return False
+
     def may_be_new(self, name: str) -> bool:
         """Return whether a folder may lack a parameter (by its name in `inner`), which then begins
         at random.
         """
-        return False
+        return self.is_head(name)
 
     def may_be_left(self, name: str) -> bool:
         """Return whether a tensor of the folder, by its name there, may be without a use."""
-        return False
+        return self.is_head(name)
 
     def begins_anew(self, name: str) -> bool:
         """Return whether a parameter (by its name in `inner`) is not read, although the folder may
         have it.
         """
-        return False
+        return self.new_head and self.is_head(name)
 
     @property
     def deviation(self) -> float:

@@ -2,6 +2,7 @@
 every layout.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -165,15 +166,20 @@ class Task(L.LightningModule):
         return self.loss_of(batch)
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Return the model's loss of a batch: the mean over its targets."""
+        """Return the model's loss of a batch: the mean over its targets.
+
+        A batch with "documents" (B, T) packs several, which do not attend to each other.
+        """
         assert self.model is not None
-        if isinstance(batch, dict) and "documents" in batch:
+        inputs, targets = inputs_and_targets(batch)
+        if "documents" not in batch:
+            return self.model(inputs, targets)
+        if "documents" not in inspect.signature(type(self.model).forward).parameters:
             raise ConfigError(
-                f"{type(self).__name__} does not read the documents of packed rows, which would be "
-                "mixed. Type data.source.packing=false, or override loss_of as "
-                "armature.tasks.language_modeling does."
+                f"{type(self.model).__name__}.forward takes no documents (B, T): packed "
+                "conversations would be mixed. Type data.source.packing=false."
             )
-        return self.model(*inputs_and_targets(batch))
+        return self.model(inputs, targets, documents=batch["documents"])
 
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics of one evaluation, by name.

@@ -1,17 +1,15 @@
 """Next-token prediction."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from armature.errors import ConfigError
 from armature.models.decoder.generation import complete
-from armature.tasks.base import Batch, Task, inputs_and_targets
+from armature.tasks.base import Task
 
 
 class LanguageModeling(Task):
@@ -38,21 +36,6 @@ class LanguageModeling(Task):
         super().__init__(model, **task)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
-
-    @override
-    def loss_of(self, batch: Batch) -> Tensor:
-        """Return the loss.
-
-        A batch with "documents" (B, T) packs several, which do not attend to each other.
-        """
-        assert self.model is not None
-        packed = {"documents": batch["documents"]} if "documents" in batch else {}
-        if packed and "documents" not in inspect.signature(type(self.model).forward).parameters:
-            raise ConfigError(
-                f"{type(self.model).__name__}.forward takes no documents (B, T): packed "
-                "conversations would be mixed. Type data.source.packing=false."
-            )
-        return self.model(*inputs_and_targets(batch), **packed)
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:

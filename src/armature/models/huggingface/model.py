@@ -85,7 +85,7 @@ def _damage_named(pretrained: str) -> Iterator[None]:
         raise ValueError(
             f"model.pretrained={pretrained}: transformers cannot build the model of its "
             f"config.json ({reason}). "
-            "Correct that entry, or download the folder again"
+            "Name another model, correct that entry, or download the folder again"
         ) from error
 
 
@@ -107,9 +107,7 @@ class PretrainedModel(WrappedModel):
     unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
         "pipeline": "transformers' forward needs all of the model's parts. Type strategy=fsdp"
     }
-    auto_class: ClassVar[str]  # of transformers; `mapping` names the configurations that it knows
-    mapping: ClassVar[str]
-    parts: ClassVar[str]  # what a model of this class ends in, for messages
+    auto_class: ClassVar[str]  # of transformers
 
     def __init__(
         self, *, pretrained: str, context: int, attention: str | None, **settings: Any
@@ -124,7 +122,6 @@ class PretrainedModel(WrappedModel):
     @classmethod
     def _build(cls, pretrained: str, attention: str | None, settings: dict[str, Any]) -> nn.Module:
         transformers = _transformers()
-        known = getattr(transformers, cls.mapping)
         content, _ = transformers.PreTrainedConfig.get_config_dict(
             pretrained, local_files_only=True
         )
@@ -138,11 +135,6 @@ class PretrainedModel(WrappedModel):
             config = transformers.AutoConfig.from_pretrained(
                 pretrained, local_files_only=True, trust_remote_code=False
             )
-        if type(config) not in known:
-            raise ValueError(
-                f"model.pretrained={pretrained}: transformers has no {cls.parts} of "
-                f"model_type={kind}"
-            )
         for key, value in settings.items():
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
@@ -151,6 +143,13 @@ class PretrainedModel(WrappedModel):
             return built.from_config(
                 config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options
             )
+
+    @staticmethod
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits (…, classes), in nats, over the targets (…) that
+        are not -100.
+        """
+        return mean_cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -229,8 +228,7 @@ class CausalLM(PretrainedModel):
         vocab_size: rows for tokens; the check before launch takes it from the folder.
     """
 
-    auto_class, mapping = "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"
-    parts = "causal language model"
+    auto_class = "AutoModelForCausalLM"
 
     def __init__(
         self,
@@ -281,13 +279,6 @@ class CausalLM(PretrainedModel):
             :, -inputs.shape[1] :
         ]
 
-    @staticmethod
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that
-        are not -100.
-        """
-        return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
     @cached_property
     def _accepted(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.inner.forward).parameters)
@@ -315,11 +306,7 @@ class SequenceClassifier(PretrainedModel):
     """
 
     modality = "labeled texts"
-    auto_class, mapping = (
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    )
-    parts = "classifier of texts"
+    auto_class = "AutoModelForSequenceClassification"
 
     def __init__(
         self,
@@ -357,13 +344,7 @@ class SequenceClassifier(PretrainedModel):
         )
         return outputs.logits if targets is None else self.loss(outputs.logits, targets)
 
-    @staticmethod
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are
-        not -100.
-        """
-        return mean_cross_entropy(outputs, targets)
-
+    @override
     def is_head(self, name: str) -> bool:
         """Return whether a parameter (by its name in `inner`) is not of the model below the
         head.
@@ -387,10 +368,6 @@ class SequenceClassifier(PretrainedModel):
             *(child for child, _ in self.inner.base_model.named_children()),
         }
         return name.partition(".")[0] not in own or ".pooler." in name
-
-    @override
-    def begins_anew(self, name: str) -> bool:
-        return self.new_head and self.is_head(name)
 
 
 def positions_within(documents_BT: Tensor) -> Tensor:

@@ -95,33 +95,16 @@ class ImageClassifier(WrappedModel):
             for name, value in self.inner.state_dict(keep_vars=True).items()
             if not is_adapter(name)
         }
-        wrong = {
-            name: (tuple(saved[name].shape), shape)
-            for name, shape in own.items()
-            if name in saved and tuple(saved[name].shape) != shape
-        }
-        return Match(own.keys() - saved, sorted(saved.keys() - own), wrong)
+        return Match.of(own, saved)
 
     @override
     def whole_state(self) -> dict[str, Tensor]:
         files = Path(self.pretrained).glob("*.safetensors")
         return {name: value for file in files for name, value in load_file(file).items()}
 
+    @override
     def is_head(self, name: str) -> bool:
-        """Return whether a parameter (by its name in `inner`) tells classes apart."""
         return name.rpartition(".")[0] in self._heads
-
-    @override
-    def may_be_new(self, name: str) -> bool:
-        return self.is_head(name)
-
-    @override
-    def may_be_left(self, name: str) -> bool:
-        return self.is_head(name)
-
-    @override
-    def begins_anew(self, name: str) -> bool:
-        return self.new_head and self.is_head(name)
 
 
 def _build(pretrained: str, classes: int) -> nn.Module:
