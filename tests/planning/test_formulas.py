@@ -128,4 +128,5 @@ def test_recomputation_trades_seconds_for_memory() -> None:
 def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
-    assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
+    size = (bytes_per_parameter + 4 / 8) * cost.parameters  # a step copies gradients to fp32
+    assert found.least_bytes == pytest.approx(size + memory.allowance_bytes(size, ranks=8))
