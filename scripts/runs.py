@@ -35,7 +35,7 @@ import yaml
 from armature.checkpoint import directory
 from armature.launcher.run_state import read_summary, state
 from armature.launcher.streams import make_lasting
-from armature.pages import columns
+from armature.pages import columns, history
 from armature.sweeps import trials
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
@@ -97,7 +97,7 @@ def main() -> None:
 def report_on(words: list[str]) -> None:
     """Write the page of each run again, or while it trains."""
     from armature import cli, files
-    from armature.pages import history, report
+    from armature.pages import report
 
     paths = [Path(word) for word in words]
     pages = [path / report.NAME for path in paths]
@@ -117,7 +117,7 @@ def report_on(words: list[str]) -> None:
 def compare(words: list[str]) -> None:
     """Print a table of runs side by side, and write the page with their curves."""
     from armature import cli
-    from armature.pages import compare, history
+    from armature.pages import compare
 
     if any(trials.begun(Path(word)) for word in words):
         return compare_configurations(words)
@@ -200,20 +200,19 @@ def describe(path: Path) -> Run:
     checkpoint, summary = settings(path), read_summary(path)
     monitor, mode = str(checkpoint.get("monitor")), str(checkpoint.get("mode"))
     changed, size_bytes = usage(path)
-    last, best = metrics(path / "metrics.csv", monitor, mode)
-    steps = [
-        step
-        for step in (last, *directory.checkpoints_in(directory.folder_of(path)))
-        if step is not None
+    measured = history.read_table(path / "metrics.csv")
+    values = [
+        each for each in measured.get(monitor, []) if each is not None and math.isfinite(each)
     ]
+    saved = directory.checkpoints_in(directory.folder_of(path))
     return Run(
         str(path),
         state(path, summary),
-        max(steps, default=None),
+        max([*map(int, measured.get("step", [])[-1:]), *saved], default=None),
         summary.get("planned_steps"),
         monitor,
         mode,
-        best,
+        (max if mode == "max" else min)(values, default=None),
         changed,
         size_bytes,
     )
@@ -240,40 +239,6 @@ def settings(path: Path) -> dict[str, Any]:
         return dict(found["checkpoint"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return {}
-
-
-def metrics(file: Path, monitor: str, mode: str) -> tuple[int | None, float | None]:
-    """Return the last step of metrics.csv, and the best value in the column `monitor`."""
-    step, best = None, None
-    better = max if mode == "max" else min
-    if not file.is_file():
-        return step, best
-    try:
-        with file.open(encoding="utf-8", errors="replace") as rows:
-            columns = next(rows, "").rstrip("\n").split(",")
-            place = columns.index(monitor) if monitor in columns else None
-            for row in rows:
-                cells = row.rstrip("\n").split(",")
-                if not row.endswith("\n") or not cells[0].isdecimal():
-                    continue  # a line that is being written, or damaged
-                step = int(cells[0])
-                if (
-                    place is not None
-                    and place < len(cells)
-                    and (value := number(cells[place])) is not None
-                ):
-                    best = value if best is None else better(best, value)
-    except OSError:
-        pass
-    return step, best
-
-
-def number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def table(runs: list[Run], *, now: float) -> str:

@@ -174,7 +174,6 @@ TABLE: list[tuple[Any, ...]] = [
     ("sys", "_current_frames", ()),
     # ---------------------------------------------------------------- the simulator
     ("torch.distributed._tools", "fake_collectives"),
-    ("torch.distributed._tools.fake_collectives:CollectiveOp", "get_process_group"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._python_dispatch", "_disable_current_modes", ()),
     ("torch._ops:OpOverload", "_overloadpacket"),

@@ -123,9 +123,12 @@ def test_recomputation_trades_seconds_for_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "bytes_per_parameter"), [(1, 2 + 14 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+    ("stage", "bytes_per_parameter"),
+    # a step copies gradients to fp32, which is 4 / 8 of each
+    [(1, 2 + 18 / 8), (2, 2 + 18 / 8), (3, 20 / 8)],
 )
 def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
-    assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
+    size = bytes_per_parameter * cost.parameters
+    assert found.least_bytes == pytest.approx(size + memory.allowance_bytes(size, ranks=8))

@@ -122,7 +122,7 @@ def read_table(file: Path) -> Table:
         suppress(OSError, ValueError, csv.Error),
         file.open(newline="", encoding="utf-8", errors="replace") as stream,
     ):
-        rows = csv.reader(stream)
+        rows = csv.reader(line for line in stream if line.endswith("\n"))
         names = next(rows, [])
         if "step" not in names:
             return {}

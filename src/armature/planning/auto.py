@@ -182,14 +182,12 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
 
 
 def _with(cfg: DictConfig, axes: Mapping[str, int | str], *, recompute: bool) -> DictConfig:
+    strategy = {"_target_": STRATEGIES["mesh"], **axes} if axes else {}
+    if recompute:
+        strategy["activation_checkpointing"] = "every"
     changed = cfg.copy()
     OmegaConf.set_struct(changed, False)
-    if axes:
-        kept = OmegaConf.to_container(cfg.strategy, resolve=False)
-        assert isinstance(kept, dict)
-        changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **axes}
-    if recompute:
-        OmegaConf.update(changed, "strategy.activation_checkpointing", "every")
+    changed.strategy.update(strategy)
     OmegaConf.set_struct(changed, True)
     return changed
 

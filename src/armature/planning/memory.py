@@ -6,6 +6,7 @@ with the last block, when it ends with the first, and in the optimizer's step.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from armature.planning.setup import Setup
 
@@ -30,20 +31,17 @@ class Peak:
         bytes_by_kind: allocated at the peak: parameters, gradients, optimizer state, activations,
             gathered, temporary.
         allowance_bytes: what comes on top: context, communication buffers, fragmentation.
-        state_bytes: what rests between steps (parameters, gradients, optimizer state, averages),
-            which no smaller micro-batch changes.
         least_bytes: what the optimizer's step takes, with its allowance: no smaller micro-batch and
             no recomputation changes it.
     """
 
     bytes_by_kind: Mapping[str, float]
     allowance_bytes: float
-    state_bytes: float
     least_bytes: float
 
     @property
     def allocated_bytes(self) -> float:
-        return sum(self.bytes_by_kind.values())
+        return _size(self.bytes_by_kind)
 
     @property
     def total_bytes(self) -> float:
@@ -52,21 +50,19 @@ class Peak:
 
 def peak(setup: Setup) -> Peak:
     """Return the peak of the rank that needs most."""
-    found: list[tuple[float, dict[str, float], float, float]] = []
-    for stage in range(setup.axes["pipe"]):
-        state, moments = _moments(setup, stage)
-        sizes = [sum(kinds.values()) for kinds in moments]
-        highest = moments[sizes.index(max(sizes))]
-        found.append((max(sizes), highest, sum(state.values()), sizes[-1]))
-    size, kinds, state_bytes, _ = max(found, key=lambda each: each[0])
-    least = max(stepping for *_, stepping in found)
+    stages = [_moments(setup, stage) for stage in range(setup.axes["pipe"])]
+    highest = max(chain(*stages), key=_size)
+    least = max(_size(moments[-1]) for moments in stages)
     over = {"ranks": setup.world_size, "on_cpu": setup.on_cpu}
     return Peak(
-        bytes_by_kind={kind: each for kind, each in kinds.items() if each},
-        allowance_bytes=allowance_bytes(size, **over),
-        state_bytes=state_bytes,
+        bytes_by_kind={kind: each for kind, each in highest.items() if each},
+        allowance_bytes=allowance_bytes(_size(highest), **over),
         least_bytes=least + allowance_bytes(least, **over),
     )
+
+
+def _size(kinds: Mapping[str, float]) -> float:
+    return sum(kinds.values())
 
 
 def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> float:
@@ -77,10 +73,8 @@ def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> fl
     return fixed + FRAGMENTATION * allocated
 
 
-def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return bytes by kind that rest on a rank of one pipeline stage, and at each moment of a
-    step.
-    """
+def _moments(setup: Setup, stage: int) -> list[dict[str, float]]:
+    """Return bytes by kind on a rank of one pipeline stage at each moment of a step."""
     cost, c, pipe = setup.cost, setup.compute_bytes, setup.axes["pipe"]
     tensor, sharded, adapted = setup.axes["tensor"], setup.sharded, setup.adapter_rank > 0
     blocks = setup.blocks_by_rank[stage]
@@ -131,7 +125,7 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
     if setup.accumulate == 1 and pipe == 1 and not stays:
         carried["gradients"] = 0  # set to None before the step
     one_block = block if setup.recompute == "none" else 0.0
-    return state, [
+    return [
         {**carried, "activations": kept + end, "16-bit copies": copied,
          "gathered": last_unit * (1 + adapted) + ahead, "temporary": loss},
         {**carried, "activations": kept + end, "16-bit copies": saved,

@@ -23,48 +23,26 @@ def install(meter: Meter) -> None:
     for owner, name in ((DeviceMesh, "__init__"), (_MeshLayout, "remap_to_tensor")):
         wrap(owner, name, with_values)  # a mesh computes with tensors of ranks, which have values
     for name in ("foreach_all_gather", "foreach_reduce"):
-        wrap(_fsdp_param_group, name, lambda function: _of_kind(meter, "communication", function))
-    wrap(
-        _fsdp_param.FSDPParam,
-        "init_all_gather_outputs",
-        lambda f: _of_kind(meter, "gathered weights", f),
-    )
+        wrap(_fsdp_param_group, name, meter.during(None, "communication"))
+    gathered = meter.during(None, "gathered weights")
+    wrap(_fsdp_param.FSDPParam, "init_all_gather_outputs", gathered)
     wrap(_fsdp_param_group.FSDPParamGroup, "post_backward", lambda f: _noting_gradients(meter, f))
     # it runs each operator once on tensors of global size, to learn shapes
-    wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda f: _unnoticed(meter, f))
+    wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", meter.pausing())
     # no dispatch mode sees it
     wrap(torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f))
 
 
 def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    """Replace a function by what `make` returns for it; a context manager returns one that runs in
+    it.
+    """
     setattr(owner, name, make(getattr(owner, name)))
 
 
 def with_values(function: Function) -> Function:
     """Return a function that runs outside of the simulation: for what belongs to the host alone."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    call.__wrapped__ = function  # pyright: ignore[reportFunctionMemberAccess]  # Lightning looks for overridden methods
-    return call
-
-
-def _of_kind(meter: Meter, kind: str, function: Function) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with meter.during(None, kind):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _unnoticed(meter: Meter, function: Function) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with meter.pausing():
-            return function(*args, **kwargs)
-
-    return call
+    return _disable_current_modes()(function)
 
 
 def _noting_sizes(meter: Meter, function: Function) -> Function:

@@ -9,7 +9,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ from armature.planning.roofline import Roofline
 from armature.planning.seconds import compute_type
 from armature.planning.simulation import hooks, operators, order, settings, substitutes
 from armature.planning.simulation.meter import Meter
-from armature.planning.simulation.probe import HELD, Probe, StepEnded, Validation
+from armature.planning.simulation.probe import HELD, Probe, StepEnded
 from armature.planning.simulation.processes import Boundary, Request, SimulationFailed
 from armature.planning.simulation.report import Report, Volume, weighted
 from armature.strategies.base import StrategyMixin
 from armature.training import flops, process
 from armature.training.stop import StopOnSignal
-from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
@@ -58,16 +56,9 @@ def answer(request: Request) -> Report | Boundary | ConfigError | SimulationFail
 
 def _run(request: Request, folder: Path) -> Report:
     cfg, rank, device = pretrained.fill(request.cfg), request.rank, request.device
-    if cfg.trainer.devices == "auto":
-        cfg.trainer.devices = device.devices_per_machine
     count, world_size = cfg.trainer.devices, cfg.trainer.devices * cfg.trainer.num_nodes
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
-    notes = settings.simplify(cfg, root=str(folder))
+    cfg, notes = settings.checked(cfg, device, root=str(folder))
     (folder / cfg.run.name / "logs").mkdir(parents=True)
-    cfg.trainer.accelerator = "gpu"
-    with settings.on(device, count=count):
-        cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
     cfg.trainer.accelerator = "cpu"  # whose fake tensors stand for those of a GPU
@@ -93,20 +84,20 @@ def _run(request: Request, folder: Path) -> Report:
         }  # fmt: skip
     if settings.experts_travel(layout):
         notes.append("All experts are taken to get equally many tokens.")
-    recorder = order.Recorder() if request.record and not finds_boundary else None
-    return _simulate(cfg, request, rank=rank, notes=notes, recorder=recorder, shares=shares)
+    record = request.record and not finds_boundary
+    return _simulate(cfg, device, rank=rank, notes=notes, record=record, shares=shares)
 
 
 def _simulate(
     cfg: DictConfig,
-    request: Request,
+    device: Device,
     *,
     rank: int,
     notes: list[str],
-    recorder: order.Recorder | None,
+    record: bool,
     shares: Mapping[str, float],
 ) -> Report:
-    layout, device = Layout.of(cfg), request.device
+    layout, issued = Layout.of(cfg), []
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
     meter.shares = shares
@@ -120,7 +111,10 @@ def _simulate(
     def build_small(cfg: DictConfig) -> Any:
         feed = hooks.with_values(build_feed)(cfg)
         substitutes.feed(feed)
-        feed.global_batch_size = _few_micro_batches(feed, layout)
+        # the others of a step are like the middle one
+        few = _micro(feed, layout) * layout.data_ranks * MICRO_BATCHES
+        feed.simulated_of = feed.global_batch_size
+        feed.global_batch_size = min(feed.global_batch_size, few)
         return feed
 
     worker.feed.build = build_small
@@ -131,10 +125,9 @@ def _simulate(
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
-        if recorder is not None:
+        if record:
             run.trainer.num_sanity_val_steps = VALIDATED
-            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
-            modes.enter_context(recorder)
+            issued = order.Recorder(meter).record
         pipeline = layout.axes["pipe"] > 1
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
@@ -142,22 +135,9 @@ def _simulate(
             run.trainer.fit(run.task, datamodule=run.feed.data)
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
-    report = _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
-    if recorder is None:
-        return report
-    syncs = recorder.validation_syncs
-    return replace(report, issued=recorder.record, validation_syncs=syncs)
-
-
-def _few_micro_batches(data: Any, layout: Layout) -> int:
-    """Return a global batch of at most MICRO_BATCHES micro-batches; the others of a step are like
-    the middle one.
-    """
-    micro = data.micro_batch_size
-    data.simulated_of = data.global_batch_size
-    if not isinstance(micro, int):
-        return data.global_batch_size
-    return min(data.global_batch_size, micro * layout.data_ranks * MICRO_BATCHES)
+    return _report(
+        cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes, issued=issued
+    )
 
 
 def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
@@ -187,14 +167,13 @@ def _report(
     device: Device,
     layout: Layout,
     notes: list[str],
+    issued: order.Record,
 ) -> Report:
     strategy: Any = StrategyMixin.of(run.trainer)
     data: Any = run.feed
     world_size = layout.world_size
-    repeats = (data.simulated_of - data.global_batch_size) // max(
-        1, _micro(data, layout) * layout.data_ranks
-    )
-    counted = _with_repeats(probe, repeats)
+    left_out = data.simulated_of - data.global_batch_size
+    counted = _with_repeats(probe, left_out // (_micro(data, layout) * layout.data_ranks))
     return Report(
         rank=rank,
         world_size=world_size,
@@ -221,6 +200,8 @@ def _report(
         model_flops=_model_flops(run, probe),
         peak_flops=meter.roofline.peak(compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
+        issued=issued,
+        validation_syncs=probe.validation_syncs,
     )
 
 

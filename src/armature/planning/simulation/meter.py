@@ -7,8 +7,8 @@ import sysconfig
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 # gives c10d's operators a form without values
-from torch.distributed._tools import fake_collectives
+from torch.distributed._tools import fake_collectives  # noqa: F401
 from torch.distributed.tensor import DTensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,6 +70,19 @@ def kind_of(func: Any) -> str | None:
     return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
 
 
+def group_of(args: Any) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of an operator of torch.distributed."""
+    for arg in reversed(args):
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+        if isinstance(arg, str):  # its name
+            return dist.distributed_c10d._resolve_process_group(arg)  # pyright: ignore[reportArgumentType]
+        if isinstance(arg, torch.ScriptObject):
+            with suppress(RuntimeError, TypeError):  # a reduction's operator
+                return dist.ProcessGroup.unbox(arg)
+    return None
+
+
 class Meter(TorchDispatchMode):
     """Count memory, FLOPs, seconds, collectives and synchronizations of fake tensors on a GPU.
 
@@ -86,6 +99,7 @@ class Meter(TorchDispatchMode):
         assumed: lines at which the size of a result depends on values: the largest is taken.
         shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not
             named.
+        tell: called with the name, ranks, bytes and arguments of each operator among several ranks.
     """
 
     def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
@@ -101,15 +115,19 @@ class Meter(TorchDispatchMode):
         self.now = 0
         self.assumed: dict[str, None] = {}
         self.shares: Mapping[str, float] = {}
+        self.tell: Callable[[str, list[int], int, Any], object] = lambda *operation: None
         self.restart()
 
     # ------------------------------------------------------------ collectives
     def _collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        kind = kind_of(func)
-        if kind is None or not tensors:
+        if (group := group_of(args)) is None:  # a wait
             return
-        axis, members = self.group(fake_collectives.CollectiveOp.get_process_group(func, args))
-        size = max(t.numel() * t.element_size() for t in tensors)
+        axis, members = self.group(group)
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        if len(members) > 1:
+            self.tell(func.__name__.split(".")[0].strip("_"), members, size, args)
+        if (kind := kind_of(func)) is None:
+            return
         entry = self.volumes[axis, kind, len(members)]
         entry[0] += 1
         entry[1] += size

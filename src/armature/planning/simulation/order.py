@@ -10,27 +10,19 @@ rules.
 # pyright: reportPrivateImportUsage=false
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from armature.errors import ConfigError
 from armature.planning.devices import Device
 from armature.planning.simulation import processes
 from armature.planning.simulation.hooks import wrap
-from armature.planning.simulation.meter import where
+from armature.planning.simulation.meter import Meter, where
 
 MAX_RANKS = 64
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-WAITS = ("wait_tensor", "monitored_barrier")
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Operation:
     kind: str  # all_reduce, send, …
     group: tuple[int, ...]
     peer: int = -1  # of a send or receive; the source of a broadcast; -1: none
-    bytes: int = 0  # of the largest tensor
+    bytes: int = 0  # of the largest tensor, as the meter counts it
     # elements that an all-to-all sends to each rank of the group, then receives from each
     splits: tuple[int, ...] = ()
 
@@ -72,52 +64,31 @@ class Issued:
 Record = list[Issued]
 
 
-class Recorder(TorchDispatchMode):
-    """Note all communication of this rank while it is entered.
+class Recorder:
+    """Notes all communication that the meter counts, from now on.
 
     Attributes:
         record: what was issued, in order.
-        validation_syncs: host synchronizations of the validation's batches, by line of code.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, meter: Meter) -> None:
         self.record: Record = []
-        self.validation_syncs: dict[str, int] = {}
         self._batch: list[Operation] | None = None
-
-    def __enter__(self) -> Self:
+        meter.tell = self._note
         for owner in (dist, dist.distributed_c10d):
             wrap(owner, "batch_isend_irecv", self._batched)
-        return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatched again as its collectives
-        if func.namespace in NAMESPACES:
-            self._note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
-        kind: str = func.__name__.split(".")[0].strip("_")
-        group = _group_of(args)
-        if (
-            kind.startswith(WAITS)
-            or group is None
-            or len(members := dist.get_process_group_ranks(group)) == 1
-        ):
+    def _note(self, name: str, members: list[int], size: int, args: Any) -> None:
+        if name == "monitored_barrier":
             return
-        kind = "send" if kind == "isend" else "recv" if kind == "irecv" else kind
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        size = max((t.numel() * t.element_size() for t in tensors), default=0)
-        peer, splits = -1, ()
-        if kind in ("send", "recv", "broadcast", "reduce", "gather", "scatter"):
+        peer, splits, name = -1, (), {"isend": "send", "irecv": "recv"}.get(name, name)
+        if name in ("send", "recv", "broadcast", "reduce", "gather", "scatter"):
             peer = members[next(arg for arg in args if isinstance(arg, int))]
-        elif kind in ("alltoall_base", "all_to_all_single"):
+        elif name in ("alltoall_base", "all_to_all_single"):
             lists = [arg for arg in args if isinstance(arg, list | tuple)]
             received, sent = [[*map(int, numbers)] for numbers in lists[:2]]
             splits, size = (*sent, *received), 0 if sent else size
-        operation = Operation(kind, tuple(members), peer, size, splits)
+        operation = Operation(name, tuple(members), peer, size, splits)
         if self._batch is not None:
             self._batch.append(operation)
         else:
@@ -134,18 +105,6 @@ class Recorder(TorchDispatchMode):
                     self.record.append(Issued(batch, where()))
 
         return call
-
-
-def _group_of(args: Any) -> dist.ProcessGroup | None:
-    for arg in reversed(args):
-        if isinstance(arg, dist.ProcessGroup):
-            return arg
-        if isinstance(arg, str):  # its name
-            return dist.distributed_c10d._resolve_process_group(arg)  # pyright: ignore[reportArgumentType]
-        if isinstance(arg, torch.ScriptObject):
-            with suppress(RuntimeError, TypeError):  # a reduction's operator
-                return dist.ProcessGroup.unbox(arg)
-    return None
 
 
 # ---------------------------------------------------------------- all ranks together

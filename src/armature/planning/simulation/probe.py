@@ -11,7 +11,6 @@ from typing_extensions import override
 from armature.checkpoint import optimizers
 from armature.parallel.gradients import split_groups
 from armature.planning.simulation.meter import Meter
-from armature.planning.simulation.order import Recorder
 from armature.training.run_hooks import RunHooks
 
 HELD: tuple[str, ...] = ("parameters", "gradients", "optimizer state")
@@ -42,13 +41,15 @@ class Probe(RunHooks, L.Callback):
     That is the first one; of a pipeline the second, since in the first torch runs each stage once
     more to learn shapes. The optimizer's state is created before that step: later steps have it
     from the start. The middle one of several micro-batches counts for all that are left out
-    (`repeats`).
+    (`repeats`). Of a validation before it the last batch counts: in the first one a pipeline's
+    stages tell each other what shapes they send.
     """
 
     def __init__(self, meter: Meter, *, logits: frozenset[int], steps_before: int) -> None:
         self.meter, self.logits = meter, logits
         self.result: dict[str, Any] | None = None
         self.batches: list[dict[str, Any]] = []
+        self.validation_syncs: dict[str, float] = {}
         self.first_batch: Any = None
         self.steps_before = steps_before
         self._begins = steps_before  # the measured step, counted from 0
@@ -108,22 +109,6 @@ class Probe(RunHooks, L.Callback):
     ) -> None:
         self.batches.append(counts(self.meter))
 
-    def step_ended(self, trainer: Any) -> None:
-        if self.steps_before:
-            self.steps_before -= 1
-            return
-        self.result = counts(self.meter)
-        raise StepEnded
-
-
-class Validation(L.Callback):
-    """Keeps the host synchronizations of a validation's last batch, by line of code: in the first
-    one a pipeline's stages tell each other what shapes they send.
-    """
-
-    def __init__(self, meter: Meter, recorder: Recorder) -> None:
-        self.meter, self.recorder = meter, recorder
-
     @override
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -132,7 +117,14 @@ class Validation(L.Callback):
 
     @override
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        self.recorder.validation_syncs = dict(self.meter.syncs)
+        self.validation_syncs = dict(self.meter.syncs)
+
+    def step_ended(self, trainer: Any) -> None:
+        if self.steps_before:
+            self.steps_before -= 1
+            return
+        self.result = counts(self.meter)
+        raise StepEnded
 
 
 def counts(meter: Meter) -> dict[str, Any]:

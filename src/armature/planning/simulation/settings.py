@@ -32,15 +32,13 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
             "planned. For a folder of Llama, Mistral, Qwen2 or Qwen3 type model=pretrained: it "
             "costs nearly the same."
         ]
-    simplify(cfg, root=tempfile.gettempdir())
-    cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
+    count, root = cfg.trainer.devices, tempfile.gettempdir()
     too_many = device.too_many(count) if isinstance(count, int) else None
     problems = [too_many] if too_many else []
-    with on(device, count=count):
-        try:
-            layout = Layout.of(checks.check(cfg, prepare=False, open_data=False))
-        except ConfigError as error:
-            return [*problems, *error.problems]
+    try:
+        layout = Layout.of(checked(cfg, device, root=root, prepare=False, open_data=False)[0])
+    except ConfigError as error:
+        return [*problems, *error.problems]
     if layout.kind == "deepspeed":
         problems.append(
             "strategy=deepspeed: its engine is not simulated. Type strategy=fsdp, or "
@@ -49,14 +47,23 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
     return problems
 
 
-def on(device: Device, *, count: int) -> Any:
-    """Return a context in which this machine seems to have so many of these GPUs."""
-    return patch.multiple(
+def checked(
+    cfg: DictConfig, device: Device, *, root: str, **options: Any
+) -> tuple[DictConfig, list[str]]:
+    """Return the checked configuration as on a machine that has these GPUs, and what is left out
+    of it that changes the result.
+
+    `root`: of the run directory; `options`: of the check.
+    """
+    notes, count = simplify(cfg, root=root), cfg.trainer.devices
+    cfg.trainer.accelerator = "gpu"
+    with patch.multiple(
         hardware,
         gpu_count=lambda: count,
         compute_capability=lambda: device.capability,
         gpu_memory_bytes=lambda: device.memory_bytes,
-    )
+    ):
+        return checks.check(cfg, **options), notes
 
 
 def experts_travel(layout: Layout) -> bool:
