@@ -1,18 +1,10 @@
-"""Scripts of ours in the test's own process, and sources of conversations that are written for a
-test.
-"""
+"""Sources of conversations that are written for a test."""
 
 from pathlib import Path
 
 import pytest
 
-from tests import in_process
 from tests.data import chat_parts
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    return lambda name, *words: in_process.run(in_process.load(name), words, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def plan(script: ModuleType, monkeypatch, capsys):
-    return lambda *words: in_process.run(script, words, monkeypatch, capsys)
+def plan(script: ModuleType):
+    return lambda *words: in_process.call(script, *words)[1]
 
 
 def layouts(text: str) -> list[str]:
