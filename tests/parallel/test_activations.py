@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     "vocab_size": 96,
     "context": 16,
@@ -76,7 +78,6 @@ def step(
     return seen.sent, forward, kept, loss.item()
 
 
-@pytest.mark.slow
 def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> None:
     sent, forward, _, _ = on_ranks(step, "none", torch.bfloat16, ranks=2)[0]
     gathers = [dtype for name, dtype in sent[:forward] if name == "all_gather_into_tensor"]
@@ -87,7 +88,6 @@ def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> N
     assert Counter(dtype for _, dtype in sent)[torch.float32] == 2, sent
 
 
-@pytest.mark.slow
 def test_selective_recomputation_keeps_no_gathered_positions() -> None:
     sent, forward, kept, loss = on_ranks(step, "selective", None, ranks=2)[0]
     plain, plain_forward, _, plain_loss = on_ranks(step, "none", None, ranks=2)[0]
@@ -120,7 +120,6 @@ def fit_without_logits(job: Job) -> list[int]:
     return gathered
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(
     tied: bool,
@@ -134,7 +133,6 @@ def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once
     assert Counter(gathered)[96 * 32] == batches + (0 if tied else embedding), Counter(gathered)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor 2", "fsdp 2 × tensor 2"])
 def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> None:
     job = replace(LAYOUTS[name], steps=1, accumulate=1, validate=True)

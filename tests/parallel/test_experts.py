@@ -28,6 +28,8 @@ from tests.support.parity.harness import (
 )
 from tests.support.volume import CollectiveCounter
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     **DECODER,
     "experts": 8,
@@ -88,7 +90,6 @@ def assert_same_with_biases(job: Job) -> Run:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -122,7 +123,6 @@ def traffic(mode: str) -> list[list[str]]:
     return [[each["kind"] for each in seen.collectives] for seen in (forward, backward)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "again"), [("none", 2), ("every", 4), ("selective", 2)])
 def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
     mode: str, again: int
@@ -135,7 +135,6 @@ def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
         assert forward[: forward.index("all_to_all")] == ["all_gather"] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -153,12 +152,10 @@ def test_a_checkpoint_of_one_expert_layout_resumes_under_another(
     assert_same_with_biases(replace(resumed, resume=folder))
 
 
-@pytest.mark.slow
 def test_a_resume_on_the_same_layout_repeats_every_bit() -> None:
     assert repeats(EXPERT, fit_once(EXPERT))
 
 
-@pytest.mark.slow
 def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases() -> None:
     job = replace(EXPERT, adapter={"rank": 2}, steps=4)
     run, reference = assert_same(job), fit_once(replace(alone(job), steps=job.steps))
@@ -173,7 +170,6 @@ MUON = {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}}
 SIX = {**MODEL, "experts": 6}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "changes"),
     [
@@ -188,12 +184,10 @@ def test_a_variant_trains_as_in_one_process(job: Job, changes: dict[str, Any]) -
     assert_same_with_biases(replace(job, steps=6, **changes))
 
 
-@pytest.mark.slow
 def test_bf16_equals_one_process_within_its_ties() -> None:
     assert_same(replace(EXPERT, precision="bf16-mixed"), tolerance=5e-2)
 
 
-@pytest.mark.slow
 def test_sharding_does_not_round_a_routers_weight() -> None:
     job = replace(FSDP, steps=1, precision="bf16-mixed")
     assert gathered_types(Router, job) == [{torch.float32}] * 2
@@ -220,7 +214,6 @@ def _skips_nan(job: Job) -> Run:
     return _fit(job)
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> None:
     jobs = (replace(job, steps=4) for job in (EXPERT, DDP))
     run, reference = (on_ranks(_skips_nan, job, ranks=2)[0] for job in jobs)

@@ -19,6 +19,8 @@ from tests.support.parity.harness import (
     repeats,
 )
 
+pytestmark = pytest.mark.slow
+
 HEADS = {
     "head_dim": 12,
     "attention_bias": True,
@@ -144,13 +146,11 @@ VARIANTS = {  # layouts, and what is changed of the model and of how it is train
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", guaranteed([name for name in EVERY if name != "single"], COMPARED))
 def test_layout_trains_as_one_process_does(name: str) -> None:
     assert_same(EVERY[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"]
 )
@@ -158,7 +158,6 @@ def test_validation_loss_equals_one_process(name: str) -> None:
     assert_same(replace(LAYOUTS[name], validate=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -171,7 +170,6 @@ def test_a_variant_trains_as_one_process_does(job: Job) -> None:
     assert_same(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -187,7 +185,6 @@ def test_bf16_equals_one_process_within_its_rounding(name: str, precision: str) 
     assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", guaranteed(DISTINCT, REPEATED))
 def test_a_resume_under_the_same_layout_repeats_every_bit(name: str) -> None:
     assert repeats(EVERY[name], fit_once(EVERY[name]))
@@ -206,7 +203,6 @@ def saves(tmp_path_factory):
     return save
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"), guaranteed([*itertools.permutations(DISTINCT, 2)], EXCHANGED)
 )
@@ -214,7 +210,6 @@ def test_a_checkpoint_of_one_layout_resumes_under_another(saves, saved: str, res
     assert_same(replace(EVERY[resumed], resume=saves(saved)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("single", "fsdp 2, ZeRO-2"), ("tensor 2", "pipeline 2, 1f1b")]
 )
@@ -227,14 +222,12 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(
     assert_same(job)
 
 
-@pytest.mark.slow
 def test_an_optimizer_of_whole_weights_is_refused_where_the_engine_flattens_them() -> None:
     job = replace(LAYOUTS[DEEPSPEED], optimizer="torch.optim.Adafactor", optimizer_args={})
     with pytest.raises(RuntimeError, match="Adafactor needs the whole model"):
         fit(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
     job = LAYOUTS[name]
