@@ -14,19 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.building import decoder_on_meta, parallelize
-from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+from tests.support.parity.harness import DECODER, LAYOUTS, Job, _fit, mesh, on_ranks
 
 pytestmark = pytest.mark.slow
 
-MODEL = {
-    "vocab_size": 96,
-    "context": 16,
-    "width": 32,
-    "layers": 3,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 64,
-}
+MODEL = {**DECODER, "layers": 3}
 FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 

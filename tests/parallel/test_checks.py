@@ -13,6 +13,7 @@ from armature.parallel.mesh import AXES
 from armature.validation import combinations as checks
 from armature.validation import signatures
 from tests.features import KINDS, OPTIONAL, TYPED, refused
+from tests.support.parity.harness import DECODER
 
 SINGLE = {"_target_": "armature.strategies.single.SingleDevice"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,16 +43,7 @@ MESH = {
 }
 EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
 BY_HEADS = replace(PLAN, context={"embed": "part", "blocks.*.attention.core": "heads"})
-MODEL = {
-    "_target_": "mine.Model",
-    "vocab_size": 96,
-    "context": 16,
-    "width": 32,
-    "layers": 4,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 64,
-}
+MODEL = {"_target_": "mine.Model", **DECODER}
 
 
 def found(
