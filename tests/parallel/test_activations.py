@@ -70,7 +70,7 @@ def step(
     return seen.sent, forward, kept, loss.item()
 
 
-def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> None:
+def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32():
     sent, forward, _, _ = on_ranks(step, "none", torch.bfloat16, ranks=2)[0]
     gathers = [dtype for name, dtype in sent[:forward] if name == "all_gather_into_tensor"]
     assert (
@@ -80,7 +80,7 @@ def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> N
     assert Counter(dtype for _, dtype in sent)[torch.float32] == 2, sent
 
 
-def test_selective_recomputation_keeps_no_gathered_positions() -> None:
+def test_selective_recomputation_keeps_no_gathered_positions():
     sent, forward, kept, loss = on_ranks(step, "selective", None, ranks=2)[0]
     plain, plain_forward, _, plain_loss = on_ranks(step, "none", None, ranks=2)[0]
     assert (kept, loss) == (0, plain_loss)
@@ -114,8 +114,8 @@ def fit_without_logits(job: Job) -> list[int]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(
-    tied: bool,
-) -> None:
+    tied,
+):
     job = replace(mesh(2, shard=2), steps=2, accumulate=1, validate=True)
     gathered = on_ranks(
         fit_without_logits, replace(job, model_args={**MODEL, "tied": tied}), ranks=2
@@ -126,6 +126,6 @@ def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once
 
 
 @pytest.mark.parametrize("name", ["tensor 2", "fsdp 2 × tensor 2"])
-def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> None:
+def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name):
     job = replace(LAYOUTS[name], steps=1, accumulate=1, validate=True)
     on_ranks(fit_without_logits, job, ranks=job.ranks)

@@ -70,7 +70,7 @@ def changed() -> list[list[float]]:
 
 
 @pytest.mark.guarantee
-def test_whole_weights_are_changed_and_trained_as_in_one_process() -> None:
+def test_whole_weights_are_changed_and_trained_as_in_one_process():
     (alone,), both = on_ranks(changed, ranks=1), on_ranks(changed, ranks=2)
     for found in both:
         for value, expected in zip(found, alone, strict=True):
@@ -107,7 +107,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_torch_does_wrongly_in_silence_is_an_error() -> None:
+def test_what_torch_does_wrongly_in_silence_is_an_error():
     for assigned, penalized, one_element, number, saved in on_ranks(refused, ranks=2):
         assert "armature.whole_weights" in assigned
         assert "gradient of a gradient" in penalized

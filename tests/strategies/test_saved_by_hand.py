@@ -5,7 +5,6 @@ under any strategy.
 import copy
 import io
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -36,7 +35,7 @@ class SavesWhole(L.Callback):
             torch.save(weights, Path(trainer.default_root_dir) / "whole.pt")
 
 
-def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
+def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     sharded.refuse_pickled_states(module)
     torch.save(module[1].state_dict(), io.BytesIO())  # no weights
@@ -55,9 +54,7 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipeline", "deepspeed_zero3"])
-def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(
-    strategy: str, train: Any, tmp_path: Path
-) -> None:
+def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(strategy, train, tmp_path):
     words = [
         f"strategy={strategy}",
         "model.tied=false",
