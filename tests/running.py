@@ -15,8 +15,9 @@ import psutil
 from armature import hardware
 from armature.training.metrics_csv import read
 from tests import forked
+from tests.forked import PYTHONPATH as PYTHONPATH
+from tests.forked import ROOT
 
-ROOT = Path(__file__).parents[1]
 TINY = [
     "data=text",
     "data.source.vocab_size=300",
