@@ -140,6 +140,10 @@ def test_a_foreign_directory_is_taken_only_on_trust(saved):
     assert storage.first_intact([saved], trust=True) == saved
 
 
+def rewrite(path: Path, metadata: Any) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.guarantee
 def test_code_in_meta_does_not_run(saved):
     torch.save({"global_step": Code()}, saved / "meta.pt")
@@ -152,7 +156,7 @@ def test_what_a_newer_torch_says_of_a_tensor_is_left_out(saved, monkeypatch):
     metadata, state = storage.read_metadata(saved), TensorProperties.__getstate__
     with monkeypatch.context() as newer:
         newer.setattr(TensorProperties, "__getstate__", lambda self: (*state(self), (1,)))
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        rewrite(saved, metadata)
     assert checkpoint.load_full_state_dict(saved)["weight"].tolist() == [2.0] * 64
 
 
@@ -169,11 +173,11 @@ class Reached:
 def test_metadata_that_an_earlier_python_wrote_are_read(saved):
     metadata = storage.read_metadata(saved)
     metadata.planner_data = Reached("TORCH_CONTIGUOUS_FORMAT")
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     found = storage.read_metadata(saved).planner_data
     assert found is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     metadata.planner_data = Reached("__class__")
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="getattr"):
         storage.read_metadata(saved)
 
@@ -182,7 +186,7 @@ def test_metadata_that_an_earlier_python_wrote_are_read(saved):
 def test_code_in_metadata_does_not_run(saved):
     metadata = storage.read_metadata(saved)
     metadata.planner_data = Code()
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
         checkpoint.load_full_state_dict(saved)
     assert RAN == []
@@ -197,7 +201,7 @@ def test_code_in_a_value_does_not_run(saved):
     place.offset, place.length = file.stat().st_size, len(code.getvalue())
     with file.open("ab") as stream:
         stream.write(code.getvalue())
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="count: refused"):
         checkpoint.load_full_state_dict(saved)
     assert RAN == []
