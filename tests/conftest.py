@@ -39,6 +39,14 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
+def train(corpus, tmp_path):
+    """Runs train.py on a tiny model, in an empty folder."""
+    from tests import running
+
+    return partial(running.train, cwd=tmp_path, corpus=corpus)
+
+
+@pytest.fixture
 def composed(corpus, monkeypatch, tmp_path):
     """Composes a checked configuration of a tiny run in an empty folder."""
     import armature

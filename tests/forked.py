@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PYTHONPATH = f"{ROOT / 'src'}:{ROOT}"
 IMPORTED = (
     "hydra._internal.core_plugins",
     "lightning.pytorch",
@@ -75,9 +76,7 @@ class Forks:
     def __enter__(self) -> "Forks":
         from tests import running
 
-        path = os.pathsep.join(
-            filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])
-        )
+        path = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.forked", *self.imports],
             cwd=self.cwd,

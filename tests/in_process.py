@@ -1,9 +1,11 @@
 """Run a script, or ask what train.py refuses, in the test's own process, which saves imports."""
 
-import contextlib
 import importlib.util
+import io
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from types import ModuleType
+from unittest import mock
 
 from hydra.core.global_hydra import GlobalHydra
 
@@ -32,11 +34,16 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def run(script: ModuleType, words: tuple[str, ...], monkeypatch, capsys) -> str:
-    """Call the script's main with a command line, and return what it prints."""
-    monkeypatch.setattr(sys, "argv", [str(script.__file__), *words])
+def call(script: ModuleType | str, *words: object) -> tuple[int, str]:
+    """Call the main of a script, or of scripts/NAME.py, with a command line; return its exit code
+    and what it prints.
+    """
+    script = load(script) if isinstance(script, str) else script
+    argv, shown, code = [str(script.__file__), *map(str, words)], io.StringIO(), 0
     GlobalHydra.instance().clear()
-    with contextlib.suppress(SystemExit):
-        script.main()
-    captured = capsys.readouterr()
-    return captured.out + captured.err
+    with mock.patch.object(sys, "argv", argv), redirect_stdout(shown), redirect_stderr(shown):
+        try:
+            script.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, shown.getvalue()

@@ -15,8 +15,6 @@ from benchmarks.job import compose
 from benchmarks.rounds import spread
 from tests import running
 
-ROOT = Path(__file__).parents[1]
-PATH = f"{ROOT / 'src'}:{ROOT}"
 LM = [
     "data.source.vocab_size=300",
     "data.context=16",
@@ -72,7 +70,7 @@ def test_contenders_import_what_they_need_and_no_more():
 
     def imported(module: str, names: tuple[str, ...]) -> str:
         code = f"import sys, {module}; print([name for name in {names} if name in sys.modules])"
-        return running.python("-c", code, PYTHONPATH=PATH).stdout
+        return running.python("-c", code, PYTHONPATH=running.PYTHONPATH).stdout
 
     assert imported("benchmarks.gate", ("torch", "numpy")).strip() == "[]"
     assert imported("benchmarks.bare", ("lightning", "hydra", "torch._dynamo")).strip() == "[]"
@@ -120,7 +118,7 @@ def test_the_command_prints_a_table(tmp_path):
         "--keep",
         tmp_path / "kept",
         cwd=tmp_path,
-        PYTHONPATH=PATH,
+        PYTHONPATH=running.PYTHONPATH,
     )
     assert re.search(r"^\| a bare PyTorch loop \| 1 \| \d\.\d\d \|", done.stdout, re.MULTILINE)
     run = tmp_path / "kept" / "runs" / "ours"

@@ -11,9 +11,6 @@ pytestmark = pytest.mark.slow
 PACKAGES = "launch.allowed_packages=[armature,torch.nn,torch.optim,lightning.pytorch,tests]"
 
 
-PATHS = f"{running.ROOT / 'src'}:{running.ROOT}"
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run with a writer of predictions."""
@@ -28,7 +25,7 @@ def trained(tmp_path_factory):
         "run.name=mine",
         f"+callbacks.writer={{_target_:tests.plain_parts.Writer,folder:{cwd / 'config'}}}",
         cwd=cwd,
-        PYTHONPATH=PATHS,
+        PYTHONPATH=running.PYTHONPATH,
     )
     return cwd
 
@@ -36,7 +33,9 @@ def trained(tmp_path_factory):
 def script(name, *words, cwd, code=0):
     """Run a script on the run, and return what it says."""
     file = f"scripts/{name}.py"
-    return running.call(file, "outputs/mine", *words, cwd=cwd, code=code, PYTHONPATH=PATHS).stderr
+    return running.call(
+        file, "outputs/mine", *words, cwd=cwd, code=code, PYTHONPATH=running.PYTHONPATH
+    ).stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

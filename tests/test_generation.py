@@ -7,10 +7,15 @@ from armature.models.decoder.model import Decoder
 PROMPT = [[3, 1, 4], [1, 5, 9]]
 
 
+def decoder(**options) -> Decoder:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "context": 64, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
+    return Decoder(**sizes | options)
+
+
 @pytest.fixture
 def model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(vocab_size=31, context=16, width=16, layers=2, heads=4, kv_heads=2, dropout=0.5)
+    return decoder(context=16, dropout=0.5)
 
 
 @pytest.mark.guarantee
@@ -43,16 +48,6 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model, caplog):
     assert "A prompt has 20 tokens, and the model reads the last 16" in caplog.text
     second = alone[1][:2]
     assert complete(model, [[2]], max_new_tokens=30, temperature=0, eot=[30, second[1]]) == [second]
-
-
-def decoder(**options) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(
-        **(
-            {"vocab_size": 31, "context": 64, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
-            | options
-        )
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 describes.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests import running
@@ -31,7 +29,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_the_experiment_trains_at_a_fraction_of_its_size(tmp_path: Path) -> None:
+def test_the_experiment_trains_at_a_fraction_of_its_size(tmp_path):
     corpus = running.write_corpus(tmp_path / "text")
     layout = ("strategy=fsdp", "trainer.devices=2")
     running.call("train.py", *SMALL, f"data.path={corpus}", *layout, cwd=tmp_path, ranks=2)

@@ -38,16 +38,14 @@ def _asked_anew():
     ("flags", "fast"),
     [("avx2 avx512f", False), ("avx512f avx512_bf16", True), ("avx512f amx_bf16 amx_tile", True)],
 )
-def test_bf16_is_for_cpus_with_units_for_it(
-    flags: str, fast: bool, tmp_path: Path, monkeypatch
-) -> None:
+def test_bf16_is_for_cpus_with_units_for_it(flags, fast, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags}\n")
     monkeypatch.setattr(hardware, "Path", lambda name: tmp_path / Path(name).name)
     assert hardware.bf16_is_fast("cpu") is fast
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)])
-def test_bf16_is_for_ampere_and_later(capability: tuple[int, int], fast: bool, monkeypatch) -> None:
+def test_bf16_is_for_ampere_and_later(capability, fast, monkeypatch):
     monkeypatch.setattr(hardware, "_cuda_driver", lambda: Driver(*capability))
     assert hardware.compute_capability() == capability
     assert hardware.bf16_is_fast("gpu") is fast

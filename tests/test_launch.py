@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,28 +71,18 @@ def test_one_process_fills_the_run_directory(single):
 
 
 @pytest.mark.guarantee
-def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
-    running.train(
-        "strategy=ddp",
-        "trainer.devices=2",
-        cwd=tmp_path,
-        corpus=corpus,
-        launcher=TORCHRUN,
-    )
+def test_torchrun_joins_as_ranks(single, train, tmp_path):
+    train("strategy=ddp", "trainer.devices=2", launcher=TORCHRUN)
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert_same_losses(run_dir, single)
 
 
-def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    result = running.train(
-        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=TORCHRUN, check=False
-    )
-    assert (
-        "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
-    )
+def test_torchrun_with_another_number_of_processes_is_refused(train):
+    said = train("trainer.devices=1", launcher=TORCHRUN, code=None).stderr
+    assert "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in said
 
 
-def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
+def test_a_sweep_runs_each_trial_once_in_its_own_directory(train, tmp_path):
     launcher = [sys.executable, TRAIN, "-m"]
     overrides = [
         "seed=0,1",
@@ -100,17 +91,16 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
         "trainer.max_steps=3",
         "run.name=group/sweep",
     ]
-    running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
+    train(*overrides, launcher=launcher)
     sweep = tmp_path / "outputs" / "group" / "sweep"
     trials = sorted(path for path in sweep.glob("[!.]*") if path.is_dir())
     assert [trial.name for trial in trials] == ["0", "1"]
     assert [running.summary(trial)["global_step"] for trial in trials] == [3, 3]
     assert running.losses(trials[0]) != running.losses(trials[1])
-    again = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
+    again = train(*overrides, launcher=launcher)
     assert again.stderr.count("is finished (3 steps)") == 2
     overrides[0] = "seed=2,3"
-    other = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher, check=False)
-    assert other.returncode == 2
+    other = train(*overrides, launcher=launcher, code=2)
     assert "trained with other settings" in other.stderr
     assert "seed=0 there, 2 here" in other.stderr
 
@@ -158,45 +148,33 @@ def test_a_run_of_other_classes_is_answered_with_what_was_typed_for_it(tmp_path)
 
 
 @pytest.mark.guarantee
-def test_a_finished_run_says_so_and_stops(single, corpus):
-    result = running.train(
-        "run.name=run", "logger=tensorboard", cwd=single.parents[1], corpus=corpus
-    )
+def test_a_finished_run_says_so_and_stops(single, train):
+    again = partial(train, "run.name=run", "logger=tensorboard", cwd=single.parents[1])
+    result = again()
     assert "is finished (6 steps)" in result.stderr
     assert len(running.rows(single)) == 6
     earlier = f"resume={single / 'checkpoints' / 'step=000003'}"
-    words = ["run.name=run", "logger=tensorboard", earlier]
-    result = running.train(*words, cwd=single.parents[1], corpus=corpus, check=False)
-    assert result.returncode == 2
+    result = again(earlier, code=2)
     assert f"{earlier}: outputs/run has checkpoints of its own" in result.stderr
 
 
 @pytest.mark.guarantee
-def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, tmp_path):
+def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, train, tmp_path):
     run = shutil.copytree(single, tmp_path / "copied")
     newest = run / "checkpoints" / "step=000006"
     shard = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     shard.write_bytes(bytes(reversed(shard.read_bytes())))
-    result = running.train(
-        f"resume={run}", "trainer.max_steps=6", "run.name=next", cwd=tmp_path, corpus=corpus
-    )
+    result = train(f"resume={run}", "trainer.max_steps=6", "run.name=next")
     assert f"{newest} is skipped: {shard.name} was changed" in result.stderr
     rows = running.rows(tmp_path / "outputs" / "next")
     assert [row["step"] for row in rows] == ["3", "4", "5", "6"]
     assert running.losses(tmp_path / "outputs" / "next") == running.losses(single)[2:]
 
 
-def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
+def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, train):
     before = (single / "config.yaml").read_text()
-    result = running.train(
-        "run.name=run",
-        "trainer.max_steps=9",
-        "model.width=64",
-        cwd=single.parents[1],
-        corpus=corpus,
-        check=False,
-    )
-    assert result.returncode == 2
+    words = ("run.name=run", "trainer.max_steps=9", "model.width=64")
+    result = train(*words, cwd=single.parents[1], code=2)
     assert "Type model.width=32, or another run.name" in result.stderr
     assert (single / "config.yaml").read_text() == before
 
@@ -212,7 +190,7 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     ],
 )
 def test_a_signal_ends_every_process_and_the_run_goes_on_later(
-    devices, number, code, corpus, tmp_path
+    devices, number, code, corpus, train, tmp_path
 ):
     (tmp_path / "random.py").write_text(
         "raise ImportError('a file beside the data')"
@@ -244,7 +222,7 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(
     steps = summary["global_step"]
     assert summary["stop_reason"] == number.name
     longer = [*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant"]
-    again = running.train(*longer, ranks=devices, cwd=tmp_path, corpus=corpus)
+    again = train(*longer, ranks=devices)
     assert f"step={steps:06d}, step {steps}" in again.stderr
     assert [int(row["step"]) for row in running.rows(run_dir)] == [*range(1, steps + 3)]
 
@@ -263,21 +241,18 @@ class Broken(LanguageModeling):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_an_unexpected_error_shows_its_traceback_once(devices, corpus, tmp_path):
+def test_an_unexpected_error_shows_its_traceback_once(devices, train, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text(BROKEN)
-    result = running.train(
+    result = train(
         "task._target_=broken.Broken",
         "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,broken]",
         f"strategy={'ddp' if devices > 1 else 'single'}",
         f"trainer.devices={devices}",
         "run.name=run",
-        cwd=tmp_path,
-        corpus=corpus,
-        check=False,
+        code=1,
         PYTHONPATH=str(tmp_path),
     )
-    assert result.returncode == 1
     output = result.stdout + result.stderr
     assert output.count("ArithmeticError: the deliberate mistake") == 1, output
     assert output.count("Traceback (most recent call last)") == 1, output
@@ -285,17 +260,15 @@ def test_an_unexpected_error_shows_its_traceback_once(devices, corpus, tmp_path)
         assert "Rank 1 failed first" in output
 
 
-def test_wandb_offline_has_the_losses_and_no_secret_is_on_disk(corpus, tmp_path):
+def test_wandb_offline_has_the_losses_and_no_secret_is_on_disk(train, tmp_path):
     marker = "m4rk3r-0f-4-s3cr3t"
     (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
-    running.train(
+    train(
         "logger=[tensorboard,wandb]",
         "logger.wandb.offline=true",
         "data.source.field=${oc.env:MY_TOKEN}",
         "trainer.log_every_n_steps=1",
         "run.name=run",
-        cwd=tmp_path,
-        corpus=corpus,
         fork=False,  # wandb writes the rest as the interpreter ends
         MY_TOKEN=marker,
         HOME=str(tmp_path),

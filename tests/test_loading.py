@@ -24,13 +24,11 @@ MODEL_CHECKPOINT = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, corpus):
     """A run of three steps, with a ModelCheckpoint of the user's own beside ours."""
     folder = tmp_path_factory.mktemp("loading")
-    running.train(
-        "trainer.max_steps=3", "run.name=a", "callbacks=ema", MODEL_CHECKPOINT, cwd=folder,
-        corpus=running.write_corpus(folder / "c"),
-    )  # fmt: skip
+    words = ("trainer.max_steps=3", "run.name=a", "callbacks=ema", MODEL_CHECKPOINT)
+    running.train(*words, cwd=folder, corpus=corpus)
     return folder / "outputs" / "a"
 
 
@@ -122,28 +120,14 @@ def test_a_loaded_model_becomes_a_program(run, tmp_path):
 
 
 @pytest.mark.guarantee
-def test_training_starts_with_the_weights_of_a_file(run, tmp_path):
-    corpus = running.write_corpus(tmp_path / "c")
-    done = running.train(
-        "trainer.max_steps=1",
-        "run.name=b",
-        f"resume={file_of(run)}",
-        "optimizer.lr=1e-12",
-        cwd=tmp_path,
-        corpus=corpus,
-    )
+def test_training_starts_with_the_weights_of_a_file(run, train, tmp_path):
+    words = ("trainer.max_steps=1", "run.name=b", f"resume={file_of(run)}", "optimizer.lr=1e-12")
+    done = train(*words)
     assert "step 1" in done.stdout + done.stderr
     there, here = armature.load(file_of(run)), armature.load(tmp_path / "outputs" / "b")
     torch.testing.assert_close(there.state_dict(), here.state_dict(), rtol=0, atol=1e-6)
     torch.save({"state_dict": {}, "hyper_parameters": len}, tmp_path / "code.ckpt")
-    refused = running.train(
-        "trainer.max_steps=1",
-        "run.name=c",
-        f"resume={tmp_path / 'code.ckpt'}",
-        cwd=tmp_path,
-        corpus=corpus,
-        check=False,
-    )
-    assert refused.returncode == 2
+    words = ("trainer.max_steps=1", "run.name=c", f"resume={tmp_path / 'code.ckpt'}")
+    refused = train(*words, code=2)
     assert "holds more than tensors and plain values" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -31,8 +31,8 @@ def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     sys.platform != "linux", reason="the limit counts private memory on Linux alone"
 )
 def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_sample_train(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     if limited("-c", f"bytearray({LIMIT_KIB * 1024 + 1})", cwd=tmp_path).returncode == 0:
         pytest.skip("this system lets a process map more private memory than ulimit -d allows")
     (tmp_path / "one").mkdir()

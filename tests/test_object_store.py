@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from armature.checkpoint import directory, resume, state
-from tests.running import losses, summary, train
+from tests.running import losses, summary
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
 server = pytest.importorskip(
@@ -37,7 +37,7 @@ def store():
     service.stop()
 
 
-def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp_path):
+def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, train, tmp_path):
     args = [
         "checkpoint.root=s3://runs/lab",
         "checkpoint.every_n_steps=2",
@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
         "scheduler=constant",
     ]
     args += ["checkpoint.keep_best=0"]
-    train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus, **store)
+    train(*args, "trainer.max_steps=4", **store)
     there = resume.to_path("s3://runs/lab/a")
     assert sorted(path.name for path in there.iterdir()) == ["last", "step=000002", "step=000004"]
     assert directory.checksum_problem(there / "step=000004") is None
@@ -53,7 +53,7 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
 
     shutil.rmtree(tmp_path / "outputs" / "a")  # another machine
     (there / "step=000004" / "meta.pt").write_bytes(b"cut short")
-    done = train(*args, "resume=required", cwd=tmp_path, corpus=corpus, **store)
+    done = train(*args, "resume=required", **store)
     assert "step=000004 is skipped: meta.pt has 9 bytes" in done.stderr
     assert "step=000002, step 2" in done.stderr
     assert summary(tmp_path / "outputs" / "a")["global_step"] == 6
@@ -62,17 +62,9 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
     assert state.read_whole(there / "step=000006")["state_dict"].keys() == weights.keys()
 
 
-def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
+def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, train):
     args = ["checkpoint.root=s3://runs/two", "run.name=a", "checkpoint.every_n_steps=3"]
-    train(
-        *args,
-        "strategy=fsdp",
-        "checkpoint.background=true",
-        ranks=2,
-        cwd=tmp_path,
-        corpus=corpus,
-        **store,
-    )
+    train(*args, "strategy=fsdp", "checkpoint.background=true", ranks=2, **store)
     assert directory.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
-    done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
+    done = train(*args, "trainer.max_steps=8", **store)
     assert "resuming from s3://runs/two/a/step=000006" in done.stderr

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import runpy
-import signal
-import sys
 from types import SimpleNamespace
 
 import lightning.pytorch as L
@@ -17,7 +14,7 @@ from armature.data.base import DataModule
 from armature.data.feed import Feed
 from armature.errors import ConfigError
 from armature.training import predict
-from tests import running
+from tests import in_process
 
 
 class Ten(DataModule):
@@ -127,14 +124,14 @@ def test_a_task_that_cannot_predict_is_named(tmp_path):
         parts(tmp_path, 1, task=L.LightningModule())
 
 
-def run_script(script):
-    """Run it as a command; the signal handlers of this process come back."""
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """scripts/predict.py beside a run, without its handlers of signals in this process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    made = in_process.load("predict")
+    monkeypatch.setattr(made, "end_on_signals", lambda: None)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -152,31 +149,24 @@ def run_script(script):
         (["out=x.csv", "gone"], "gone: type KEY=VALUE"),
     ],
 )
-def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_ends_with_a_message(typed, message, script, tmp_path, monkeypatch):
     (tmp_path / "there.csv").touch()
-    (tmp_path / "run").mkdir()
     monkeypatch.setattr(
         "armature.loading.open_run", lambda *args, **kwargs: (SimpleNamespace(), tmp_path)
     )
-    script = running.ROOT / "scripts" / "predict.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "run", *typed])
-    with pytest.raises(SystemExit) as ended:
-        run_script(script)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    code, shown = in_process.call(script, "run", *typed)
+    assert (code, message in shown) == (2, True), shown
 
 
 @pytest.mark.parametrize(
     ("devices", "message"),
     [("auto", "=auto: type a number"), (0, "=0: type a"), (5, "=5: this machine has 2 GPUs")],
 )
-def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeypatch):
-    script = runpy.run_path(str(running.ROOT / "scripts" / "predict.py"))
+def test_a_number_of_processes_that_cannot_be_is_named(devices, message, script, monkeypatch):
     monkeypatch.setattr(hardware, "gpu_count", lambda: 2)
     with pytest.raises(ConfigError, match=message):
-        script["count_ranks"](devices, "gpu")
-    assert script["count_ranks"](5, "cpu") == 5
+        script.count_ranks(devices, "gpu")
+    assert script.count_ranks(5, "cpu") == 5
 
 
 predicts = predict.predict
@@ -186,9 +176,7 @@ def meets_no_samples(task, data, trainer):
     predicts(Halves(), Feed(Plain([0])), trainer)
 
 
-def test_data_without_samples_are_named_and_leave_no_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
+def test_data_without_samples_are_named_and_leave_no_file(script, tmp_path, monkeypatch):
     data = SimpleNamespace(_target_="mine.Data")
     run = SimpleNamespace(dir=str(tmp_path / "run"))
     cfg = SimpleNamespace(
@@ -199,10 +187,8 @@ def test_data_without_samples_are_named_and_leave_no_file(tmp_path, monkeypatch,
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
     monkeypatch.setattr("armature.training.process.quiet", lambda: None)
     monkeypatch.setattr(predict, "predict", meets_no_samples)
-    monkeypatch.setattr(sys, "argv", ["predict.py", "run", "out=p.csv"])
-    with pytest.raises(SystemExit) as ended:
-        run_script(running.ROOT / "scripts" / "predict.py")
-    assert ended.value.code == 2
+    code, shown = in_process.call(script, "run", "out=p.csv")
+    assert code == 2
     message = "there are no samples to predict, neither of its predict_dataloader"
-    assert f"data._target_=mine.Data: {message}" in capsys.readouterr().err
+    assert f"data._target_=mine.Data: {message}" in shown
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]

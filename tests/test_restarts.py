@@ -79,23 +79,21 @@ def fault(how: str, *, step: int, folder, attempts: int = 1) -> list[str]:
     ]
 
 
-def train(*overrides: str, folder, corpus, check: bool = True):
-    """Returns what was printed, and the run directory."""
-    result = running.train(
-        *overrides, cwd=folder, corpus=corpus, check=check, PYTHONPATH=str(folder)
-    )
-    return result.stdout + result.stderr, folder / "outputs" / "run"
+@pytest.fixture
+def faulty(train, tmp_path):
+    """Trains with what `fault` has made, and returns what was printed, and the run directory."""
+
+    def run(*overrides: str, code: int = 0):
+        result = train(*DDP, *overrides, code=code, PYTHONPATH=str(tmp_path))
+        return result.stdout + result.stderr, tmp_path / "outputs" / "run"
+
+    return run
 
 
 @pytest.mark.slow
-def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
-    overrides = [
-        *DDP,
-        "launch.hang_timeout=4",
-        "launch.max_restarts=0",
-        *fault("sleep", step=5, folder=tmp_path),
-    ]
-    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus, check=False)
+def test_ranks_that_stand_still_leave_their_stacks(faulty, tmp_path):
+    words = ("launch.hang_timeout=4", "launch.max_restarts=0")
+    output, run_dir = faulty(*words, *fault("sleep", step=5, folder=tmp_path), code=1)
     told = (
         r"Ranks 0, 1 made no step for [4-9] s \(their stacks are in outputs/run/logs/rank_\*\.log\)"
     )
@@ -110,11 +108,11 @@ def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_path):
+def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, faulty, tmp_path):
     # with a save in the background, the failing rank must not wait for the others: they hang until
     # it ends
-    faulty = [*fault("raise", step=5, folder=tmp_path, attempts=2), "checkpoint.background=true"]
-    output, run_dir = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
+    words = [*fault("raise", step=5, folder=tmp_path, attempts=2), "checkpoint.background=true"]
+    output, run_dir = faulty(*words, code=1)
     first, _, second = output.partition(
         "restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; "
     )
@@ -122,15 +120,14 @@ def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_pa
     assert second.startswith("the run resumes from step 4")
     assert "restart 2" not in output  # it fails at the same step again, without a newer checkpoint
     assert "Rank 1 failed first (exit code 1)" in second
-    again, _ = train(*DDP, folder=tmp_path, corpus=corpus)
+    again, _ = faulty()
     assert "step=000004, step 4" in again
     assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
-    overrides = [*DDP, "launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path)]
-    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
+def test_a_run_goes_on_with_fewer_ranks(undisturbed, faulty, tmp_path):
+    output, run_dir = faulty("launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path))
     assert "resumes from the start on 1 rank instead of 2, data.micro_batch_size=4" in output
     assert "4 micro × 2 accumulation × 1 data rank" in output
     assert running.summary(run_dir)["world_size"] == 1

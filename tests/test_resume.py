@@ -310,15 +310,13 @@ def test_tensorboard_has_each_step_once_in_one_directory(runs):
     assert values[0] == values[1]
 
 
-def test_a_longer_limit_continues_a_run_without_validation(corpus, tmp_path):
+def test_a_longer_limit_continues_a_run_without_validation(train, tmp_path):
     """The end of the first start is then the last that its checkpoint knows, and no end of the
     epoch.
     """
     words = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
     for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
-        running.train(
-            f"run.name={name}", f"trainer.max_steps={steps}", *words, cwd=tmp_path, corpus=corpus
-        )
+        train(f"run.name={name}", f"trainer.max_steps={steps}", *words)
     whole, parts = (running.losses(tmp_path / "outputs" / name) for name in ("whole", "parts"))
     assert len(whole) == 6
     assert parts == whole

@@ -24,6 +24,11 @@ def config(root, **extra):
     return OmegaConf.create({**base, **extra})
 
 
+def decided(root, *, trial=None, **extra):
+    """Return a configuration whose run has its name and directory."""
+    return run_dir.decide(config(root, **extra), label="x", trial=trial)
+
+
 @pytest.fixture(autouse=True)
 def _outside_slurm(monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -31,7 +36,7 @@ def _outside_slurm(monkeypatch):
 
 
 def test_config_comes_back_as_it_was_written(tmp_path):
-    cfg = run_dir.decide(config(tmp_path, a={"b": 1, "c": "${a.b}"}), label="x")
+    cfg = decided(tmp_path, a={"b": 1, "c": "${a.b}"})
     directory = run_dir.write(cfg, ["a.b=1"])
     back = run_dir.read(directory)
     assert (back.a.b, back.a.c) == (1, 1)
@@ -74,10 +79,10 @@ def test_unnamed_runs_never_share_a_directory(tmp_path):
 
 def test_slurm_jobs_are_named_by_their_id(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert run_dir.decide(config(tmp_path), label="x").run.name == "17"
+    assert decided(tmp_path).run.name == "17"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert run_dir.decide(config(tmp_path), label="x").run.name == "16_3"
+    assert decided(tmp_path).run.name == "16_3"
 
 
 def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
@@ -91,7 +96,7 @@ def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
 
 def test_a_home_is_expanded_as_a_shell_does_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    cfg = run_dir.decide(config("~/runs", checkpoint={"root": "~/kept"}), label="x")
+    cfg = decided("~/runs", checkpoint={"root": "~/kept"})
     assert cfg.run.dir.startswith(f"{tmp_path}/runs/")
     assert cfg.checkpoint.root == f"{tmp_path}/kept"
     assert resume.to_path("~/x.ckpt") == tmp_path / "x.ckpt"
@@ -99,20 +104,15 @@ def test_a_home_is_expanded_as_a_shell_does_it(tmp_path, monkeypatch):
 
 def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = run_dir.decide(
-        config("outputs", checkpoint={"root": "elsewhere"}), label="x", trial="mine"
-    )
+    cfg = decided("outputs", checkpoint={"root": "elsewhere"}, trial="mine")
     assert resume.folder(Path("outputs/mine"), cfg) == tmp_path / "elsewhere" / "mine"
     monkeypatch.setenv("MARKER", "s3cr3t")
-    cfg = run_dir.decide(
-        config("outputs", checkpoint={"root": "${oc.env:MARKER}/runs"}), label="x", trial="mine"
-    )
+    cfg = decided("outputs", checkpoint={"root": "${oc.env:MARKER}/runs"}, trial="mine")
     assert OmegaConf.to_container(cfg)["checkpoint"] == {
         "root": f"{tmp_path}/${{oc.env:MARKER}}/runs"
     }  # not resolved
     for root in ("s3://bucket/runs", "/scratch/runs", None):
-        cfg = config("outputs", checkpoint={"root": root})
-        assert run_dir.decide(cfg, label="x", trial="mine").checkpoint.root == root
+        assert decided("outputs", checkpoint={"root": root}, trial="mine").checkpoint.root == root
 
 
 def checkpoint_at(path):
@@ -176,14 +176,14 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
-    cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")
+    cfg = decided(tmp_path, resume=mode, checkpoint={"root": None})
     (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
     with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         run_dir.write(cfg, [])
 
 
 def test_every_start_of_a_run_has_the_same_id(tmp_path):
-    cfg = run_dir.decide(config(tmp_path), label="x")
+    cfg = decided(tmp_path)
     run_dir.write(cfg, [])
     first = run_dir.read(tmp_path / cfg.run.name).run.id
     cfg.run.id = None
@@ -195,7 +195,7 @@ def test_every_start_of_a_run_has_the_same_id(tmp_path):
 @pytest.mark.guarantee
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_refused_start_leaves_the_settings_of_the_last_checkpoint(tmp_path, saved):
-    cfg = run_dir.decide(config(tmp_path, task={"width": 1}), label="x")
+    cfg = decided(tmp_path, task={"width": 1})
     folder = run_dir.write(cfg, ["a"])
     files = folder / "config.yaml", folder / "overrides.txt"
     before = [file.read_text() for file in files]
@@ -212,7 +212,7 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     code.mkdir()
     monkeypatch.setattr(run_dir.project, "ROOT", code)
     run_dir.git.cache_clear()  # an earlier test has asked
-    cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
+    cfg = decided(tmp_path, trial="lr/3")
     run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run
     assert run.git is None  # not a repository
     run_dir.git.cache_clear()
@@ -233,7 +233,7 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
 
 
 def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch):
-    cfg = run_dir.decide(config(tmp_path), label="x")
+    cfg = decided(tmp_path)
     monkeypatch.setattr(run_dir.files, "replace", meet_a_full_disk)
     with pytest.raises(
         ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from armature.launcher import lock
 from scripts import runs
+from tests import in_process
 from tests.launcher.test_lock import write as write_lock
 from tests.pages.run_files import write
 from tests.running import python
@@ -108,22 +108,16 @@ def test_it_prints_json_without_importing_torch(make, tmp_path):
     assert [run["state"] for run in json.loads(python("-c", code).stdout)] == ["finished"]
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["runs.py", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match="2"):
-        runs.main()
-    assert "no such folder" in capsys.readouterr().err
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    code, shown = in_process.call(runs, tmp_path / "none")
+    assert (code, "no such folder" in shown) == (2, True), shown
 
 
-def test_pages_are_written_of_one_run_and_of_several(tmp_path, monkeypatch, capsys):
+def test_pages_are_written_of_one_run_and_of_several(tmp_path):
     folders = [write(tmp_path / name, name=name) for name in ("a", "b")]
-    words = [str(path) for path in folders]
-    monkeypatch.setattr(sys, "argv", ["runs.py", "report", *words])
-    runs.main()
+    in_process.call(runs, "report", *folders)
     assert all("<h1>" in (path / "report.html").read_text() for path in folders)
-    monkeypatch.setattr(sys, "argv", ["runs.py", "compare", *words, f"out={tmp_path}/c.html"])
-    runs.main()
-    assert "val/loss" in capsys.readouterr().out
+    assert "val/loss" in in_process.call(runs, "compare", *folders, f"out={tmp_path}/c.html")[1]
     assert (tmp_path / "c.html").exists()
 
 
@@ -134,9 +128,7 @@ def test_pages_are_written_of_one_run_and_of_several(tmp_path, monkeypatch, caps
         (["compare", "nowhere"], "name at least two"),
     ],
 )
-def test_what_is_no_run_has_no_page(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["runs.py", *words])
-    with pytest.raises(SystemExit):
-        runs.main()
-    assert message in capsys.readouterr().err
+def test_what_is_no_run_has_no_page(words, message):
+    code, shown = in_process.call(runs, *words)
+    assert (code, message in shown) == (2, True), shown
     assert "nowhere" not in os.listdir()

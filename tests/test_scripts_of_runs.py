@@ -25,11 +25,9 @@ from tests import in_process
         ("generate", "trainer.precision=32-true", "trainer.precision=32-true would change nothing"),
     ],
 )
-def test_keys_that_only_a_training_reads_are_refused(
-    script, typed, message, tmp_path, monkeypatch, capsys
-):
-    words = (str(tmp_path), "--accelerator", "cpu", typed)
-    assert message in in_process.run(in_process.load(script), words, monkeypatch, capsys)
+def test_keys_that_only_a_training_reads_are_refused(script, typed, message, tmp_path):
+    code, shown = in_process.call(script, tmp_path, "--accelerator", "cpu", typed)
+    assert (code, message in shown) == (2, True), shown
 
 
 def test_weights_of_other_sizes_are_named():

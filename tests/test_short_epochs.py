@@ -67,7 +67,7 @@ def test_validations_before_an_average_begins_judge_the_weights(runs):
         "val",
         "launch.allowed_packages=[armature,torch.nn,torch.optim,lightning.pytorch,tests]",
         cwd=runs.forks.cwd,
-        PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}",
+        PYTHONPATH=running.PYTHONPATH,
     )
     (weight,) = [line for line in judged.stdout.splitlines() if "val/weight" in line]
     assert float(weight.split()[-1]) == pytest.approx(expected[1], abs=1e-5)  # of step 4

@@ -1,6 +1,5 @@
 """The moving average against torch's own, and its file."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -72,7 +71,7 @@ def fit(ema: EMA, *others: L.Callback) -> L.Trainer:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_validation_sees_torchs_average_and_the_models_buffers() -> None:
+def test_validation_sees_torchs_average_and_the_models_buffers():
     torchs = Torchs()
     fit(EMA(decay=DECAY), torchs)
     assert len(torchs.validated) == 8
@@ -80,7 +79,7 @@ def test_validation_sees_torchs_average_and_the_models_buffers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
+def test_a_file_of_the_average_has_the_models_buffers(tmp_path):
     ema = EMA(decay=DECAY)
     trainer = fit(ema)
     trainer.save_checkpoint(tmp_path / "step=000008")
@@ -94,9 +93,7 @@ def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
     torch.testing.assert_close(written["net.0.weight"], ema.average["net.0.weight"])
 
 
-def test_all_names_of_a_tied_weight_are_averaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_names_of_a_tied_weight_are_averaged(tmp_path, monkeypatch):
     weight, average = torch.randn(2, 2), torch.randn(2, 2)
     saved = {
         "embed": weight,

@@ -1,23 +1,24 @@
-"""Scripts of ours in the test's own process, and sources of conversations that are written for a
-test.
-"""
+"""Data modules of Hugging Face's data sets, and sources of conversations, for a test."""
 
 from pathlib import Path
 
 import pytest
 
-from tests import in_process
-from tests.data import chat_parts
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    return lambda name, *words: in_process.run(in_process.load(name), words, monkeypatch, capsys)
+from tests.data import chat_parts, feeding
 
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory) -> Path:
     return chat_parts.folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def hf(tmp_path, monkeypatch):
+    """Builds data=hf, of which one class or number is learned from one column."""
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    usual = {"targets": "y", "splits": {"train": "train"}, "global_batch_size": 2}
+    return lambda **changes: feeding.build("hf", **usual | changes)
 
 
 @pytest.fixture

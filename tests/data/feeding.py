@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from armature.data import feed as feeds
 from armature.data.feed import Feed
 from armature.training.progress import feed_of
 from tests.support.parity.harness import QUIET
@@ -20,6 +21,16 @@ def config(name: str) -> DictConfig:
     common, own = (OmegaConf.load(CONFIGS / f"{each}.yaml") for each in ("_loader", name))
     del own["defaults"]
     return OmegaConf.merge(common, own)  # pyright: ignore[reportReturnType]
+
+
+def build(name: str, **changes: Any) -> Any:
+    """Return the prepared data module of data=NAME with these changes; __ in a key is a dot."""
+    cfg = OmegaConf.create({"seed": 3, "data": config(name)})
+    for key, value in changes.items():
+        OmegaConf.update(cfg.data, key.replace("__", "."), value)
+    data: Any = feeds.build(cfg).data
+    data.prepare_data()
+    return data
 
 
 def feed(data: L.LightningDataModule, **settings: Any) -> Feed:

@@ -15,7 +15,7 @@ from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations, token_ids
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
-from tests import running
+from tests import in_process, running
 from tests.data.chat_parts import CHAT, small_tokenizer, write
 
 
@@ -237,7 +237,7 @@ def chat_run(tmp_path, tokenizer_folder) -> list[str]:
 @pytest.mark.guarantee
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
+def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path):
     size = ["model.width=32", "model.layers=2", "model.heads=2", "callbacks=none"]
     words = [
         *chat_run,
@@ -254,8 +254,8 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
         for name in ("straight", "stopped")
     )
     assert all(torch.equal(straight[name], stopped[name]) for name in straight)
-    answer = script(
-        "generate", str(tmp_path / "straight"), "--chat", "--prompt", "how 3", "--tokens", "8"
-    )
+    words = (tmp_path / "straight", "--chat", "--prompt", "how 3", "--tokens", "8")
+    code, answer = in_process.call("generate", *words)
+    assert code == 0
     assert "<|im_" not in answer
     assert "how 3" not in answer

@@ -11,7 +11,7 @@ from PIL import Image
 
 from armature.data import sources
 from armature.errors import ConfigError
-from tests.data.test_people_data import build
+from tests.data.feeding import build
 
 CSV = "a,b,kind\n1,2,x\n3,4,y\n"
 TABLES = {
@@ -99,26 +99,24 @@ def test_a_damaged_image_is_named_also_by_a_loader_process(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # datasets leaves the image open
-def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path):
-    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path, hf):
     (tmp_path / "t.csv").touch()
-    splits_ = {"splits": {"train": "train", "val": None, "test": None}}
     with pytest.raises(
         ConfigError,
         match=r"data.path=csv \(.*t.csv\), split train: EmptyDataError: .*file. Type data.splits",
     ):
-        build("hf", path="csv", data_files=str(tmp_path / "t.csv"), **splits_).dataset("train")
+        hf(path="csv", data_files=str(tmp_path / "t.csv")).dataset("train")
     with pytest.raises(
         ConfigError, match=r"data.path=csv: a format, but no files. Type data.data_files="
     ):
-        build("hf", path="csv", **splits_).dataset("train")
+        hf(path="csv").dataset("train")
     folder = images(tmp_path / "images")
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(
         folder / "dog" / "1.png"
     )
     (folder / "dog" / "1.png").write_bytes((folder / "dog" / "1.png").read_bytes()[:2000])
-    columns = {"inputs": "image", "targets": "label"}
-    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_)
+    path = {"path": "imagefolder", "data_dir": str(folder)}
+    data = hf(**path, inputs="image", targets="label")
     with pytest.raises(
         ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"
     ):

@@ -19,8 +19,8 @@ from armature.layout import Layout
 from armature.training import predict
 from armature.validation import relations
 from tests.data import chat_parts
-from tests.data.feeding import feed
-from tests.data.test_people_data import build, write_images
+from tests.data.feeding import build, feed
+from tests.data.test_people_data import write_images
 
 ROWS = "".join(f"{i},{i / 2},{kind}\n" for i, kind in enumerate(["ant", "bee", "cow"] * 10))
 
@@ -60,7 +60,7 @@ NUMBERED = [  # names in the order of their numbers
 ]
 
 
-def numbers_of(reader, names, folder):
+def numbers_of(reader, names, folder, hf):
     """Return the number that a reader gives to the class of each name."""
     rows = [(name, i) for i, name in enumerate(names)] * 3
     file = folder / "rows.csv"
@@ -79,14 +79,13 @@ def numbers_of(reader, names, folder):
         changes = {"path": str(file), "tokenizer": tokenizer, "text": "x", "target": "kind"}
         targets = build("labeled_text", **changes).dataset("predict").targets
     else:
-        pytest.importorskip("datasets", reason="make setup EXTRAS=data")
         from datasets import Dataset
 
         Dataset.from_dict(
             {"kind": [name for name, _ in rows], "x": [i for _, i in rows]}
         ).to_parquet(folder / "rows.parquet")
-        changes = {"inputs": "x", "targets": "kind", "splits": {"train": "train"}}
-        data = build("hf", path="parquet", data_files=str(folder / "rows.parquet"), **changes)
+        rows = str(folder / "rows.parquet")
+        data = hf(path="parquet", data_files=rows, inputs="x", targets="kind")
         targets = torch.stack([row["targets"] for row in data.dataset("train")])
     assert targets.tolist() == targets[: len(names)].tolist() * 3
     return targets[: len(names)].tolist()
@@ -96,10 +95,10 @@ def numbers_of(reader, names, folder):
 @pytest.mark.parametrize("names", NUMBERED, ids=lambda names: names[-1])
 @pytest.mark.parametrize("reader", ["table", "labeled_text", "image_folder", "hf"])
 def test_classes_are_numbered_in_the_order_of_the_numbers_in_their_names(
-    reader, names, tmp_path, monkeypatch
+    reader, names, tmp_path, request
 ):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    assert numbers_of(reader, names, tmp_path) == [*range(len(names))]
+    hf = request.getfixturevalue("hf") if reader == "hf" else None
+    assert numbers_of(reader, names, tmp_path, hf) == [*range(len(names))]
 
 
 def test_a_resume_keeps_the_numbers_of_the_run(tmp_path, run):
@@ -206,39 +205,33 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
         used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
 
 
-def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
-    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
-    def hf(text, name):
+def test_classes_of_hugging_face_datasets(tmp_path, run, hf):
+    def of(text, name):
         (tmp_path / name).write_text(text)
-        changes = {
-            "inputs": "x",
-            "targets": "k",
-            "splits": {"train": "train", "val": None, "test": "train"},
-        }
-        return build("hf", path="csv", data_files=str(tmp_path / name), **changes)
+        splits = {"train": "train", "val": None, "test": "train"}
+        files = str(tmp_path / name)
+        return hf(path="csv", data_files=files, inputs="x", targets="k", splits=splits)
 
-    data = hf("x,k\n1,bee\n2,ant\n3,cow\n4,bee\n", "t.csv")
+    data = of("x,k\n1,bee\n2,ant\n3,cow\n4,bee\n", "t.csv")
     assert [data.dataset("train")[i]["targets"].item() for i in range(4)] == [1, 0, 2, 1]
     data.save_assets(run)
-    other = used_by(run, hf("x,k\n1,cow\n2,bee\n", "o.csv"))
+    other = used_by(run, of("x,k\n1,cow\n2,bee\n", "o.csv"))
     assert [other.dataset("test")[i]["targets"].item() for i in range(2)] == [2, 1]
-    assert list(used_by(run, hf("x\n1\n", "n.csv")).dataset("predict")[0]) == ["inputs"]
+    assert list(used_by(run, of("x\n1\n", "n.csv")).dataset("predict")[0]) == ["inputs"]
     with pytest.raises(ConfigError, match=r"column k, has the class yak"):
-        used_by(run, hf("x,k\n1,yak\n", "y.csv")).dataset("test")
-    texts = hf("x,k\n1,a long text\n2,another\n", "texts.csv")
+        used_by(run, of("x,k\n1,yak\n", "y.csv")).dataset("test")
+    texts = of("x,k\n1,a long text\n2,another\n", "texts.csv")
     texts.texts_are_classes = False
     assert texts.dataset("train")[0]["targets"] == "a long text"
     assert texts.names() == {}
     with pytest.raises(ConfigError, match=r"column x has 1 empty cells"):
-        hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")
+        of("x,k\n1,a\n,b\n", "e.csv").dataset("train")
     with pytest.raises(ConfigError, match=r"column k has 1 empty cells"):
-        hf("x,k\n1,a\n2,b\n3,\n", "f.csv").setup("fit")
+        of("x,k\n1,a\n2,b\n3,\n", "f.csv").setup("fit")
     with pytest.raises(
         ConfigError, match=r"data.path=csv: the training data have the class a alone"
     ):
-        hf("x,k\n1,a\n2,a\n", "g.csv").setup("fit")
+        of("x,k\n1,a\n2,a\n", "g.csv").setup("fit")
 
 
 class Named(Dataset):

@@ -2,27 +2,15 @@
 
 import pickle
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 
-from armature.data import feed
 from armature.errors import ConfigError
-from tests.data.feeding import config
+from tests.data.feeding import build
 from tests.running import call
-
-
-def build(name, **changes):
-    cfg = OmegaConf.create({"seed": 3, "data": config(name)})
-    for key, value in changes.items():
-        OmegaConf.update(cfg.data, key.replace("__", "."), value)
-    data: Any = feed.build(cfg).data
-    data.prepare_data()
-    return data
 
 
 def write_table(file, rows=40):
@@ -189,14 +177,6 @@ def test_a_blend_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     assert not np.array_equal(draws[0], draws[1])
     with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
         build("blend", paths=paths, weights={"a": 1})
-
-
-@pytest.fixture
-def hf(tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    usual = {"targets": "y", "splits": {"train": "train"}, "global_batch_size": 2}
-    return lambda **changes: build("hf", **usual | changes)
 
 
 def test_hugging_face_datasets(hf, tmp_path):

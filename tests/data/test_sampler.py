@@ -1,4 +1,5 @@
 from itertools import chain
+from math import prod
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def read(size: int, layout: tuple[int, int, int], *, seed: int, position: int) -
     micro-batches.
     """
     ranks, micro, accumulate = layout
-    batches = plan_batches(ranks * micro * accumulate, micro, ranks)
+    batches = plan_batches(prod(layout), micro, ranks)
     samplers = [
         TrainSampler(
             size,
@@ -49,7 +50,7 @@ def stream(size: int, layout: tuple[int, int, int], *, seed: int, steps: int) ->
     while len(found) < steps:
         epoch = read(size, layout, seed=seed, position=position)
         found += epoch
-        position += len(epoch) * layout[0] * layout[1] * layout[2]
+        position += len(epoch) * prod(layout)
     return found[:steps]
 
 
@@ -73,8 +74,7 @@ def test_permutation_never_changes():
 @settings(max_examples=50)
 @given(sizes, layouts, seeds)
 def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
-    global_batch = layout[0] * layout[1] * layout[2]
-    steps = -(-3 * size // global_batch)
+    steps = -(-3 * size // prod(layout))
     keys = [*chain(*stream(size, layout, seed=seed, steps=steps))]
     for epoch in range(2):  # keys carry the epoch, and steps may straddle epochs
         assert sorted(key - epoch * size for key in keys if key // size == epoch) == list(
@@ -99,10 +99,10 @@ def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
 @given(sizes, layouts, layouts, seeds, st.integers(0, 30))
 def test_resume_from_any_step_continues_the_stream(size, before, after, seed, step):
     """The stream continues at the position, also with other ranks and another global batch."""
-    position = step * before[0] * before[1] * before[2]
+    position = step * prod(before)
     resumed = read(size, after, seed=seed, position=position)
     epoch = position // size
-    global_batch = after[0] * after[1] * after[2]
+    global_batch = prod(after)
     epochs = range(epoch, epoch + 2 + global_batch // size)
     whole = [key for e in epochs for key in _epoch(size, seed, e)][position - epoch * size :]
     for i, keys in enumerate(resumed):

@@ -9,6 +9,8 @@ from armature.data.chat.source import Conversations, Preferences
 from armature.errors import ConfigError
 from tests.data.chat_parts import CHATML, REASONING, TOOLS
 
+pytestmark = pytest.mark.guarantee
+
 QUESTION = {"role": "user", "content": "how are you"}
 ANSWER = {"role": "assistant", "content": "I am fine"}
 ITEMS = CHATML.replace(
@@ -68,7 +70,6 @@ def tokens(source_of, tmp_path):
     return read
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("arguments", [{}, {"b": 18, "a": [1.5, None, {"c": "é\n"}]}])
@@ -79,7 +80,6 @@ def test_arguments_as_json_text_are_those_of_the_object(tokens, form, template, 
         assert np.array_equal(array, found[name])
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("arguments", ["", "a=3", "[1]", "null", "3", '"x"', '{"a": ', [1], None])
 def test_arguments_that_are_no_object_are_refused(tokens, form, arguments):
@@ -95,7 +95,6 @@ UNREAD = {
 }  # fmt: skip
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("key", UNREAD)
 @pytest.mark.parametrize("content", ["", "I am fine"])
@@ -107,7 +106,6 @@ def test_a_key_that_nobody_reads_is_refused(tokens, form, key, content):
         tokens(form, ITEMS, [QUESTION, ANSWER, QUESTION, unread])
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("turn", [{"content": None}, {}])
 @pytest.mark.parametrize("key", UNREAD)
 def test_a_turn_without_content_is_no_lesson(tokens, key, turn):
@@ -115,7 +113,6 @@ def test_a_turn_without_content_is_no_lesson(tokens, key, turn):
         tokens("messages", ITEMS, [QUESTION, {"role": "assistant", **turn, key: UNREAD[key]}])
 
 
-@pytest.mark.guarantee
 def test_keys_of_every_role_count_and_empty_ones_do_not(tokens):
     with pytest.raises(ConfigError, match=r"does not read name=\"Ann\" of message 1 \(user\)"):
         tokens("messages", REASONING, [QUESTION | {"name": "Ann"}, ANSWER])
@@ -125,7 +122,6 @@ def test_keys_of_every_role_count_and_empty_ones_do_not(tokens):
     assert np.array_equal(expected["tokens"], found["tokens"])
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize(
     "reads",
     ["m.name", "m['name']", "m.get('name')", "(m | tojson)", "(m.items() | list | string)"],
@@ -136,7 +132,6 @@ def test_a_key_is_read_however_the_template_asks_for_it(tokens, reads):
     assert len(tokens("messages", template, people)["tokens"])
 
 
-@pytest.mark.guarantee
 def test_a_content_that_the_template_passes_over_is_refused(tokens):
     template = "{% for m in messages if m.role != 'developer' %}" + CHATML.split("%}", 1)[1]
     with pytest.raises(ConfigError, match=r"does not read content=.*message 1 \(developer\)"):

@@ -1,7 +1,6 @@
 """Run scripts and functions in a process that has the packages of .venv/extras on its path."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from tests import needs, running
 
-PYTHONPATH = os.pathsep.join(map(str, (running.ROOT / "src", running.ROOT, needs.EXTRAS)))
+PYTHONPATH = f"{running.PYTHONPATH}:{needs.EXTRAS}"
 
 
 def run(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -22,17 +22,9 @@ from armature.parallel import initialization
 from tests import needs
 from tests.finetune import extras
 from tests.finetune.folders import write_random_model
-from tests.support.parity.harness import LAYOUTS, difference, fit_once
+from tests.support.parity.harness import DECODER, LAYOUTS, difference, fit_once
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "context": 16,
-    "width": 128,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 256,
-}
+SIZES: dict[str, Any] = {**DECODER, "width": 128, "layers": 2, "ffn_hidden": 256}
 ADAPTER = {"rank": 4, "alpha": 8.0, "quantize": "nf4"}
 COMPARE = """
 import sys, logging, torch

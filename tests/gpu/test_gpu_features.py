@@ -188,7 +188,7 @@ def test_what_does_not_fit_at_all_is_said_with_what_to_type(reference, tmp_path)
         small,
     ]
     source = running.write_corpus(tmp_path / "larger", files=100)
-    done = running.train("run.name=run", *words, cwd=tmp_path, corpus=source, check=False)
+    done = running.train("run.name=run", *words, cwd=tmp_path, corpus=source, code=None)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert "activations" in said

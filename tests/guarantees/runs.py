@@ -147,7 +147,7 @@ class Runs:
             name,
             *arguments,
             cwd=self.forks.cwd,
-            PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}",
+            PYTHONPATH=running.PYTHONPATH,
         ).stdout
 
     def weights(self, path: Path) -> dict[str, torch.Tensor]:

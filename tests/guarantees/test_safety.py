@@ -40,8 +40,9 @@ def run_dir(runs, tmp_path):
 
 
 def call(script, *words, cwd, code: int | None = EXIT_REFUSED, **environment):
-    paths = f"{running.ROOT / 'src'}:{running.ROOT}"
-    return running.call(script, *words, cwd=cwd, code=code, PYTHONPATH=paths, **environment)
+    return running.call(
+        script, *words, cwd=cwd, code=code, PYTHONPATH=running.PYTHONPATH, **environment
+    )
 
 
 def vouch(checkpoint: Path) -> None:

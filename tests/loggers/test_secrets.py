@@ -13,6 +13,8 @@ from armature.checkpoint import plain
 from armature.loggers import guarded
 from armature.validation import values
 
+pytestmark = pytest.mark.guarantee
+
 GIVEN = {
     "lr": 0.1,
     "api_token": "hunter22",
@@ -39,7 +41,6 @@ def _secret_variable(monkeypatch):
     plain._warn_once.cache_clear()
 
 
-@pytest.mark.guarantee
 def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not(caplog):
     with caplog.at_level(logging.WARNING):
         saved = plain.plain_checkpoint(
@@ -50,7 +51,6 @@ def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not
     assert "cls_token" not in caplog.text
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("form", [dict, lambda given: Namespace(**given), OmegaConf.create])
 def test_hyperparameters_for_loggers_are_masked(form, tmp_path):
     logger = guarded(CSVLogger)(tmp_path, name="", version="")

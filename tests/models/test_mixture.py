@@ -59,7 +59,7 @@ def naive(m: Mixture, x: Tensor) -> Tensor:
     [{}, {"score": "softmax"}, {"normalized": False}, {"shared_hidden": None}, {"active": 8}],
     ids=str,
 )
-def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
+def test_mixture_equals_all_experts_on_all_tokens(changes):
     m, x = mixture(**changes), torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
     found = []
     for forward in (m, lambda x: naive(m, x)):
@@ -79,7 +79,7 @@ def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
         assert float((own - expected).abs().max() / expected.abs().max()) <= 1e-6
 
 
-def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
+def test_bias_moves_towards_the_mean_load_and_keeps_its_mean():
     m = mixture(balance_rate=0.25)
     m.bias.zero_()
     m.rebalance(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
@@ -89,7 +89,7 @@ def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "every", "selective", "half"])
-def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: str) -> None:
+def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode):
     model, ids = decoder(), torch.arange(32).view(2, 16)
     blocks.checkpoint_activations(model.blocks.values(), mode=mode)
     params = [
@@ -109,7 +109,7 @@ def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: s
     )
 
 
-def test_decoder_has_dense_blocks_first_and_trains() -> None:
+def test_decoder_has_dense_blocks_first_and_trains():
     model = decoder()
     assert [*model.mixtures()] == [1, 2]
     assert hasattr(model.blocks["0"], "ffn")
@@ -121,7 +121,7 @@ def test_decoder_has_dense_blocks_first_and_trains() -> None:
     assert model.load_LE.mean(1).tolist() == pytest.approx([0, 1, 1])
 
 
-def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
+def test_experts_matrices_are_hidden_and_in_a_group_of_their_own():
     model = decoder()
     groups = [
         {id(p) for p in group["params"]} for group in parameter_groups(model) if group["hidden"]
@@ -156,7 +156,7 @@ def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
         ({"heads": 5}, "model.heads=5 does not divide model.width=32"),
     ],
 )
-def test_impossible_sizes_are_refused(changes: dict, message: str) -> None:
+def test_impossible_sizes_are_refused(changes, message):
     assert problems(SIZES) == []
     with pytest.raises(ValueError, match=message):
         MixtureDecoder(**{**SIZES, **changes})

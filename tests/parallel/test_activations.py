@@ -14,17 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.building import decoder_on_meta, parallelize
-from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+from tests.support.parity.harness import DECODER, LAYOUTS, Job, _fit, mesh, on_ranks
 
-MODEL = {
-    "vocab_size": 96,
-    "context": 16,
-    "width": 32,
-    "layers": 3,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 64,
-}
+pytestmark = pytest.mark.slow
+
+MODEL = {**DECODER, "layers": 3}
 FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
@@ -76,8 +70,7 @@ def step(
     return seen.sent, forward, kept, loss.item()
 
 
-@pytest.mark.slow
-def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> None:
+def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32():
     sent, forward, _, _ = on_ranks(step, "none", torch.bfloat16, ranks=2)[0]
     gathers = [dtype for name, dtype in sent[:forward] if name == "all_gather_into_tensor"]
     assert (
@@ -87,8 +80,7 @@ def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> N
     assert Counter(dtype for _, dtype in sent)[torch.float32] == 2, sent
 
 
-@pytest.mark.slow
-def test_selective_recomputation_keeps_no_gathered_positions() -> None:
+def test_selective_recomputation_keeps_no_gathered_positions():
     sent, forward, kept, loss = on_ranks(step, "selective", None, ranks=2)[0]
     plain, plain_forward, _, plain_loss = on_ranks(step, "none", None, ranks=2)[0]
     assert (kept, loss) == (0, plain_loss)
@@ -120,11 +112,10 @@ def fit_without_logits(job: Job) -> list[int]:
     return gathered
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(
-    tied: bool,
-) -> None:
+    tied,
+):
     job = replace(mesh(2, shard=2), steps=2, accumulate=1, validate=True)
     gathered = on_ranks(
         fit_without_logits, replace(job, model_args={**MODEL, "tied": tied}), ranks=2
@@ -134,8 +125,7 @@ def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once
     assert Counter(gathered)[96 * 32] == batches + (0 if tied else embedding), Counter(gathered)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor 2", "fsdp 2 × tensor 2"])
-def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> None:
+def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name):
     job = replace(LAYOUTS[name], steps=1, accumulate=1, validate=True)
     on_ranks(fit_without_logits, job, ranks=job.ranks)

@@ -122,7 +122,7 @@ def _all_on_rank() -> bytes:
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_process_does() -> None:
+def test_two_ranks_compute_what_one_process_does():
     both = [pickle.loads(of_rank) for of_rank in on_ranks(_all_on_rank, ranks=2)]
     for case, (_, _, mean, parts) in CASES.items():
         alone = outcome(case, (sum(parts),), 0, dtype=torch.float64)

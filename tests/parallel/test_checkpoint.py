@@ -70,7 +70,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "step=1"
 
 
-def test_weights_state_and_groups_come_back_whatever_the_order_of_groups(saved: Path) -> None:
+def test_weights_state_and_groups_come_back_whatever_the_order_of_groups(saved):
     reference = Holder()
     before = stepped(reference)
     module = Holder()
@@ -91,7 +91,7 @@ def test_weights_state_and_groups_come_back_whatever_the_order_of_groups(saved: 
         torch.testing.assert_close(optimizer.state[param], before.state[other], rtol=0, atol=0)
 
 
-def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
+def test_another_models_checkpoint_is_refused_by_name(saved):
     with pytest.raises(ValueError, match=r"Not in the checkpoint: model\.blocks\.2\.attention"):
         load(saved, Holder(layers=3), [])
     with pytest.raises(ValueError, match=r"Not in the model: model\.blocks\.1\.attention"):
@@ -104,7 +104,7 @@ def full_disk(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved, tmp_path):
     names = convert.to_safetensors(saved, tmp_path / "weights.safetensors")
     assert "blocks.0.attention.q.weight" in names
     convert.from_file(tmp_path / "weights.safetensors", tmp_path / "again")
@@ -132,7 +132,7 @@ def _saves_other_forms(folder: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_kept_plan_is_changed_where_tensors_are(tmp_path: Path) -> None:
+def test_a_kept_plan_is_changed_where_tensors_are(tmp_path):
     for found in on_ranks(_saves_other_forms, str(tmp_path), ranks=2):
         assert found == [
             {"of_0": [n] * 2, "of_1": [n] * (3 if n == 3 else 2), "shared": [1] * n, "step": n}
@@ -152,19 +152,19 @@ def _fails_on_one_rank(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     messages = on_ranks(_fails_on_one_rank, str(tmp_path), ranks=2)
     said = "rank 0 failed: OSError: [Errno 28] No space left on device"
     assert messages == [f"0: {said}", f"1: {said}"]
 
 
-def test_a_meta_model_that_cannot_initialize_itself_is_refused() -> None:
+def test_a_meta_model_that_cannot_initialize_itself_is_refused():
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'weight' was built on the meta device"):
         initialize_by_name(model, seed=0, names=materialize(model, device=torch.device("cpu")))
 
 
-def test_tied_parameters_stay_one_when_they_get_memory() -> None:
+def test_tied_parameters_stay_one_when_they_get_memory():
     tied = Holder(tied=True).model
     assert tied.head.weight is tied.embed.weight

@@ -13,6 +13,7 @@ from armature.parallel.mesh import AXES
 from armature.validation import combinations as checks
 from armature.validation import signatures
 from tests.features import KINDS, OPTIONAL, TYPED, refused
+from tests.support.parity.harness import DECODER
 
 SINGLE = {"_target_": "armature.strategies.single.SingleDevice"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,16 +43,7 @@ MESH = {
 }
 EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
 BY_HEADS = replace(PLAN, context={"embed": "part", "blocks.*.attention.core": "heads"})
-MODEL = {
-    "_target_": "mine.Model",
-    "vocab_size": 96,
-    "context": 16,
-    "width": 32,
-    "layers": 4,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 64,
-}
+MODEL = {"_target_": "mine.Model", **DECODER}
 
 
 def found(
@@ -104,7 +96,7 @@ def with_feature(feature: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("feature", TYPED)
-def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, kind: str) -> None:
+def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature, kind):
     arguments = with_feature(feature)
     problems = found(LAYOUTS[kind] | arguments.pop("strategy", {}), **arguments)
     columns = {"zero3": ("deepspeed", "zero3"), "context": ("shard", "context")}.get(kind, (kind,))
@@ -343,9 +335,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
     ],
 )
-def test_what_cannot_work_is_said_before_launch(
-    strategy: dict, arguments: dict, message: str
-) -> None:
+def test_what_cannot_work_is_said_before_launch(strategy, arguments, message):
     signatures.allow(["tests"])
     plan = EXPERTS if "experts" in arguments.get("model", {}) else PLAN
     with pytest.raises(ValueError, match=message):
@@ -360,12 +350,12 @@ def test_what_cannot_work_is_said_before_launch(
         ({"pipe": 2, "shard": 2, "expert": 2, "compile": "block"}, "cpu"),
     ],
 )
-def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, accelerator: str) -> None:
+def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy, accelerator):
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
     assert found(strategy, **arguments) == []
 
 
-def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch):
     monkeypatch.setattr(checks.Run, "torch", (2, 11))
     asked = {"pipe": 2, "schedule": "zero_bubble"}
     assert found(asked) == []
@@ -373,7 +363,7 @@ def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch
     assert message.endswith("Type pip install -U torch, or strategy.schedule=1f1b.")
 
 
-def test_a_module_that_builds_its_own_model_may_have_experts() -> None:
+def test_a_module_that_builds_its_own_model_may_have_experts():
     own, ours = "lightning.pytorch.demos.boring_classes.BoringModel", "armature.tasks.base.Task"
     assert found({"shard": 2, "expert": 2}, plan=None, task={"_target_": own}) == []
     (message,) = found({"shard": 2, "expert": 2}, plan=None, task={"_target_": ours})
@@ -381,8 +371,8 @@ def test_a_module_that_builds_its_own_model_may_have_experts() -> None:
 
 
 def test_float8_is_refused_without_torchao_and_on_older_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     arguments = {"trainer": {"precision": "bf16-mixed"}}
     for capability, problems in (((9, 0), 0), ((8, 9), 0), ((8, 0), 1)):
         monkeypatch.setattr(checks.hardware, "compute_capability", lambda found=capability: found)
@@ -396,7 +386,7 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(
 
 
 @pytest.mark.parametrize("strategy", [SINGLE, LAYOUTS["ddp"]])
-def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
+def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy):
     graphs = strategy | {"compile_mode": "reduce-overhead"}
     assert found(graphs | {"compile": "model"}) == []
     [problem] = found(graphs | {"compile": "block"})
@@ -406,13 +396,13 @@ def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]
     )
 
 
-def test_each_rule_says_what_to_do_instead() -> None:
+def test_each_rule_says_what_to_do_instead():
     told = [said for rules in (checks.RULES | checks.CALLBACKS).values() for _, said in rules]
     assert len(told) > 60
     assert [said for said in told if not re.search("(?i)type |prune|must be|leave", said)] == []
 
 
-def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:
+def test_cuda_graphs_are_for_steps_of_one_micro_batch():
     checks.check_graphs("reduce-overhead", 1)
     checks.check_graphs("max-autotune-no-cudagraphs", 2)
     with pytest.raises(
@@ -421,12 +411,12 @@ def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:
         checks.check_graphs("reduce-overhead", 2)
 
 
-def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:
+def test_the_layouts_of_the_table_have_no_problem_by_themselves():
     for strategy in LAYOUTS.values():
         assert found(strategy) == []
 
 
-def test_data_axis_leaves_out_context_tensor_and_pipeline() -> None:
+def test_data_axis_leaves_out_context_tensor_and_pipeline():
     asked = MESH | {"pipe": 2, "replicate": 2, "shard": "auto", "tensor": 2}
     assert Layout.resolve(asked, world_size=16).data_ranks == 4
     asked = MESH | {"replicate": 2, "shard": "auto", "context": 2, "tensor": 2}

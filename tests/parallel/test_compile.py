@@ -54,7 +54,7 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_a_share_of_the_memory_recomputes_more_and_changes_nothing(monkeypatch) -> None:
+def test_a_share_of_the_memory_recomputes_more_and_changes_nothing(monkeypatch):
     partitioned = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", lambda forward, mode: partitioned(forward))
     ids, kept, losses = torch.arange(2 * 17).view(2, 17), [], []
@@ -94,7 +94,7 @@ def evaluate(model: Decoder, batch: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "every"])
-def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mode: str) -> None:
+def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mode):
     model = Decoder(**SMALL, dropout=0.1)
     blocks.checkpoint_activations(model.blocks.values(), mode=mode)
     blocks.compile_forward(model.blocks.values())
@@ -110,7 +110,7 @@ def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mod
 
 
 @pytest.mark.slow
-def test_generation_compiles_nothing(count) -> None:
+def test_generation_compiles_nothing(count):
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
     complete(model, [[0, 0, 0]], max_new_tokens=20)
@@ -131,15 +131,13 @@ def compiled_in_a_fit(job: Job) -> int:
     [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, pipe=2)],
     ids=["single", "ddp", "fsdp", "pipeline"],
 )
-def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
+def test_a_fit_compiles_twice_however_long_it_is(job):
     job = replace(job, options={**job.options, "compile": "block"}, validate=True)
     graphs = 2 + (job.ranks == 1)  # Lightning's test is in inference mode, but not with gloo
     assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [graphs] * job.ranks
 
 
-def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(
-    tmp_path, monkeypatch
-) -> None:
+def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(tmp_path, monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
@@ -150,7 +148,7 @@ def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(
 
 
 @pytest.mark.slow
-def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
+def test_the_next_run_compiles_nothing_again(tmp_path):
     def train(name: str) -> None:  # the example has few kernels
         script = [
             sys.executable,

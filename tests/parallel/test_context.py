@@ -55,7 +55,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
+def test_a_context_axis_trains_as_one_process_does(name):
     assert_same(replace(LAYOUTS[name], validate=True))
 
 
@@ -72,7 +72,7 @@ def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
     ],
     ids=["mixed", "mixed, recomputed", "true"],
 )
-def test_bf16_equals_one_process_within_its_rounding(changes: dict[str, Any]) -> None:
+def test_bf16_equals_one_process_within_its_rounding(changes):
     assert_same(replace(CONTEXT, **changes), tolerance=2e-2)
 
 
@@ -93,7 +93,7 @@ ADAPTER = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
     ],
     ids=["adapters, biases, weighted norms of heads", "moving average", "Muon"],
 )
-def test_a_variant_trains_as_one_process_does(job: Job, changes: dict[str, Any]) -> None:
+def test_a_variant_trains_as_one_process_does(job, changes):
     assert_same(replace(job, **changes))
 
 
@@ -119,7 +119,7 @@ def called(kind: str, context: int) -> tuple[float, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["outputs", "documents"])
-def test_losses_that_the_caller_computes_have_the_gradients_of_one_process(kind: str) -> None:
+def test_losses_that_the_caller_computes_have_the_gradients_of_one_process(kind):
     ((value, grads),) = on_ranks(called, kind, 1, ranks=1)
     for other, others in on_ranks(called, kind, 2, ranks=2):
         assert other == pytest.approx(value, rel=1e-5)
@@ -139,7 +139,7 @@ def raised(length: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_is_named() -> None:
+def test_a_batch_that_does_not_divide_is_named():
     message = (
         "strategy.context=2 does not divide the 15 positions (dim 1) of a batch of shape (2, 15)"
     )
@@ -160,7 +160,7 @@ def drawn() -> tuple[list[float], float]:
 
 
 @pytest.mark.slow
-def test_positions_have_their_own_dropout_and_code_around_the_model_draws_the_same() -> None:
+def test_positions_have_their_own_dropout_and_code_around_the_model_draws_the_same():
     (first, outside), (second, other) = on_ranks(drawn, ranks=2)
     torch.manual_seed(0)
     assert outside == other
@@ -168,7 +168,7 @@ def test_positions_have_their_own_dropout_and_code_around_the_model_draws_the_sa
 
 
 # ---------------------------------------------------------------- before launch
-def test_a_plan_whose_context_does_not_fit_the_model_is_refused() -> None:
+def test_a_plan_whose_context_does_not_fit_the_model_is_refused():
     sizes = {"pipe": 1, "replicate": 1, "shard": 1, "context": 2, "tensor": 1}
 
     def problems(make: Callable[[], nn.Module], context: dict[str, str]) -> list[str]:

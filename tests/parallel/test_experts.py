@@ -1,7 +1,6 @@
 """Mixtures train as in one process."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ from tests.support.parity.harness import (
     repeats,
 )
 from tests.support.volume import CollectiveCounter
+
+pytestmark = pytest.mark.slow
 
 MODEL = {
     **DECODER,
@@ -88,7 +89,6 @@ def assert_same_with_biases(job: Job) -> Run:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -96,7 +96,7 @@ def assert_same_with_biases(job: Job) -> Run:
         for name in LAYOUTS
     ],
 )
-def test_mixture_trains_as_in_one_process(name: str) -> None:
+def test_mixture_trains_as_in_one_process(name):
     job = LAYOUTS[name]
     run, axes = assert_same_with_biases(job), job.options
     if not axes.get("pipe"):
@@ -122,11 +122,8 @@ def traffic(mode: str) -> list[list[str]]:
     return [[each["kind"] for each in seen.collectives] for seen in (forward, backward)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "again"), [("none", 2), ("every", 4), ("selective", 2)])
-def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
-    mode: str, again: int
-) -> None:
+def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(mode, again):
     """Of each of 3 mixtures: counts, rows and results; a recomputation repeats the last two."""
     for forward, backward in on_ranks(traffic, mode, ranks=2):
         exchanges = [each.count("all_to_all") for each in (forward, backward)]
@@ -135,7 +132,6 @@ def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
         assert forward[: forward.index("all_to_all")] == ["all_gather"] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -145,21 +141,17 @@ def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
     ],
     ids=["fsdp to tensor", "expert to context", "ZeRO-3 to expert"],
 )
-def test_a_checkpoint_of_one_expert_layout_resumes_under_another(
-    saved: Job, resumed: Job, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_one_expert_layout_resumes_under_another(saved, resumed, tmp_path):
     folder = str(tmp_path / "step=6")
     fit(replace(saved, steps=6, save=folder))
     assert_same_with_biases(replace(resumed, resume=folder))
 
 
-@pytest.mark.slow
-def test_a_resume_on_the_same_layout_repeats_every_bit() -> None:
+def test_a_resume_on_the_same_layout_repeats_every_bit():
     assert repeats(EXPERT, fit_once(EXPERT))
 
 
-@pytest.mark.slow
-def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases() -> None:
+def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases():
     job = replace(EXPERT, adapter={"rank": 2}, steps=4)
     run, reference = assert_same(job), fit_once(replace(alone(job), steps=job.steps))
     assert run.facts["load"] == reference.facts["load"]
@@ -173,7 +165,6 @@ MUON = {"optimizer": "armature.optim.muon.Muon", "optimizer_args": {}}
 SIX = {**MODEL, "experts": 6}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "changes"),
     [
@@ -184,17 +175,15 @@ SIX = {**MODEL, "experts": 6}
         (EXPERT, {"ema": 0.9, "validate": True}),
     ],
 )
-def test_a_variant_trains_as_in_one_process(job: Job, changes: dict[str, Any]) -> None:
+def test_a_variant_trains_as_in_one_process(job, changes):
     assert_same_with_biases(replace(job, steps=6, **changes))
 
 
-@pytest.mark.slow
-def test_bf16_equals_one_process_within_its_ties() -> None:
+def test_bf16_equals_one_process_within_its_ties():
     assert_same(replace(EXPERT, precision="bf16-mixed"), tolerance=5e-2)
 
 
-@pytest.mark.slow
-def test_sharding_does_not_round_a_routers_weight() -> None:
+def test_sharding_does_not_round_a_routers_weight():
     job = replace(FSDP, steps=1, precision="bf16-mixed")
     assert gathered_types(Router, job) == [{torch.float32}] * 2
 
@@ -220,8 +209,7 @@ def _skips_nan(job: Job) -> Run:
     return _fit(job)
 
 
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> None:
+def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all():
     jobs = (replace(job, steps=4) for job in (EXPERT, DDP))
     run, reference = (on_ranks(_skips_nan, job, ranks=2)[0] for job in jobs)
     assert (

@@ -18,7 +18,7 @@ JOBS = {
 }
 
 
-def test_only_linears_with_multiples_of_16_multiply_in_float8() -> None:
+def test_only_linears_with_multiples_of_16_multiply_in_float8():
     model = Decoder(vocab_size=96, context=16, width=32, layers=1, heads=2, ffn_hidden=40)
     names = [name for name, _ in model.named_parameters()]
     blocks.convert_to_float8(model.blocks.values(), float8="emulate")
@@ -42,13 +42,13 @@ def references() -> dict[bool, object]:
 
 
 @pytest.mark.slow
-def test_float8_changes_the_loss_a_little(references) -> None:
+def test_float8_changes_the_loss_a_little(references):
     assert 1e-4 < difference(references[True], references[False])["loss"] < 2e-2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
-def test_layouts_agree_within_the_rounding_of_float8(references, name: str) -> None:
+def test_layouts_agree_within_the_rounding_of_float8(references, name):
     """Each rank scales by its own largest values, so ranks round differently."""
     far = difference(fit(JOBS[name]), references[True])
     assert far["loss"] < 1e-2, far

@@ -28,7 +28,7 @@ def saved(path: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_checksums_are_those_of_the_files(tmp_path: Path, background: bool) -> None:
+def test_checksums_are_those_of_the_files(tmp_path, background):
     path = saved(tmp_path / "step=1", background=background)
     files = (directory.read_manifest(path) or {})["files"]
     assert files.keys() == {"meta.pt", ".metadata", "__0_0.distcp"}
@@ -37,7 +37,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path, background: bool) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"background": True}], ids=str)
-def test_an_error_of_writing_is_that_of_the_save(tmp_path: Path, monkeypatch, options) -> None:
+def test_an_error_of_writing_is_that_of_the_save(tmp_path, monkeypatch, options):
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
@@ -52,9 +52,7 @@ def test_an_error_of_writing_is_that_of_the_save(tmp_path: Path, monkeypatch, op
     assert not (tmp_path / "step=1").exists()
 
 
-def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(tmp_path, monkeypatch):
     """As if another machine had written it to a disk of its own."""
     describe = directory.describe
 
@@ -68,9 +66,7 @@ def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(
     assert not (tmp_path / "step=1").exists()
 
 
-def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(tmp_path, monkeypatch):
     pinned: list[int] = []
     monkeypatch.setattr(checkpoint_writer, "_are_on_gpu", lambda tensors: True)
     monkeypatch.setattr(

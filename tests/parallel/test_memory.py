@@ -28,7 +28,7 @@ def peak() -> int:
 
 
 @pytest.mark.slow
-def test_a_rank_needs_its_shard_and_one_parameter_to_build_a_model() -> None:
+def test_a_rank_needs_its_shard_and_one_parameter_to_build_a_model():
     ranks = 4
     for whole, largest, grew in on_ranks(build, MODEL, ranks, ranks=ranks):
         assert grew < whole / ranks + 3 * largest, (whole, largest, grew)

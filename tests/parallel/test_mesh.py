@@ -7,7 +7,7 @@ def sizes(**axes: int | str) -> dict[str, int | str]:
     return {**dict.fromkeys(AXES, 1), **axes}
 
 
-def test_auto_takes_the_processes_that_are_left() -> None:
+def test_auto_takes_the_processes_that_are_left():
     assert resolve(sizes(shard="auto", tensor=2), world_size=8) == sizes(shard=4, tensor=2)
 
 
@@ -20,9 +20,7 @@ def test_auto_takes_the_processes_that_are_left() -> None:
         (sizes(shard="auto", pipe="auto"), 8, "only one axis may be auto"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_a_remedy(
-    axes: dict, world: int, message: str
-) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_a_remedy(axes, world, message):
     with pytest.raises(ValueError, match=message):
         resolve(axes, world_size=world)
 

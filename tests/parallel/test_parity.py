@@ -3,7 +3,6 @@
 import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,8 @@ from tests.support.parity.harness import (
     mesh,
     repeats,
 )
+
+pytestmark = pytest.mark.slow
 
 HEADS = {
     "head_dim": 12,
@@ -144,21 +145,18 @@ VARIANTS = {  # layouts, and what is changed of the model and of how it is train
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", guaranteed([name for name in EVERY if name != "single"], COMPARED))
-def test_layout_trains_as_one_process_does(name: str) -> None:
+def test_layout_trains_as_one_process_does(name):
     assert_same(EVERY[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"]
 )
-def test_validation_loss_equals_one_process(name: str) -> None:
+def test_validation_loss_equals_one_process(name):
     assert_same(replace(LAYOUTS[name], validate=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -167,11 +165,10 @@ def test_validation_loss_equals_one_process(name: str) -> None:
         for number, job in enumerate(jobs)
     ],
 )
-def test_a_variant_trains_as_one_process_does(job: Job) -> None:
+def test_a_variant_trains_as_one_process_does(job):
     assert_same(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -183,13 +180,12 @@ def test_a_variant_trains_as_one_process_does(job: Job) -> None:
         ("pipeline 2, 1f1b", "bf16-true"),
     ],
 )
-def test_bf16_equals_one_process_within_its_rounding(name: str, precision: str) -> None:
+def test_bf16_equals_one_process_within_its_rounding(name, precision):
     assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", guaranteed(DISTINCT, REPEATED))
-def test_a_resume_under_the_same_layout_repeats_every_bit(name: str) -> None:
+def test_a_resume_under_the_same_layout_repeats_every_bit(name):
     assert repeats(EVERY[name], fit_once(EVERY[name]))
 
 
@@ -206,37 +202,31 @@ def saves(tmp_path_factory):
     return save
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"), guaranteed([*itertools.permutations(DISTINCT, 2)], EXCHANGED)
 )
-def test_a_checkpoint_of_one_layout_resumes_under_another(saves, saved: str, resumed: str) -> None:
+def test_a_checkpoint_of_one_layout_resumes_under_another(saves, saved, resumed):
     assert_same(replace(EVERY[resumed], resume=saves(saved)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("single", "fsdp 2, ZeRO-2"), ("tensor 2", "pipeline 2, 1f1b")]
 )
-def test_averaged_weights_are_saved_and_resumed_under_any_layout(
-    saved: str, resumed: str, tmp_path: Path
-) -> None:
+def test_averaged_weights_are_saved_and_resumed_under_any_layout(saved, resumed, tmp_path):
     folder = str(tmp_path / "step=6")
     fit(replace(LAYOUTS[saved], steps=6, ema=0.9, save=folder))
     job = replace(LAYOUTS[resumed], ema=0.9, validate=True, resume=folder)
     assert_same(job)
 
 
-@pytest.mark.slow
-def test_an_optimizer_of_whole_weights_is_refused_where_the_engine_flattens_them() -> None:
+def test_an_optimizer_of_whole_weights_is_refused_where_the_engine_flattens_them():
     job = replace(LAYOUTS[DEEPSPEED], optimizer="torch.optim.Adafactor", optimizer_args={})
     with pytest.raises(RuntimeError, match="Adafactor needs the whole model"):
         fit(job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
-def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
+def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name):
     job = LAYOUTS[name]
     share = (job.options.get("tensor") or 1) * 2  # each axis has two ranks
     whole = fit_once(alone(job)).facts["bytes"]

@@ -11,6 +11,8 @@ from armature.parallel.split import SCHEDULES
 from tests.parallel.building import decoder_on_meta, parallelize
 from tests.support.parity.harness import DECODER, on_ranks
 
+pytestmark = pytest.mark.slow
+
 EVERY = {**SCHEDULES, "4 stages each": SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)}
 
 
@@ -48,7 +50,6 @@ def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
     return far
 
 
-@pytest.mark.slow
 def test_every_schedule_evaluates_as_the_whole_model_does():
     for far in on_ranks(evaluate, 4, [6, 7, 3, 1, 7], ranks=4):
         assert set(far) == set(EVERY)
@@ -81,7 +82,6 @@ def unequal_batches() -> tuple[float, list[float]]:
     return outputs, far
 
 
-@pytest.mark.slow
 def test_data_ranks_with_batches_of_other_shapes_meet():
     for outputs, losses in on_ranks(unequal_batches, ranks=4, timeout=60):
         assert outputs < 1e-5
@@ -114,7 +114,6 @@ def chunked_losses() -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 def test_a_last_stage_alone_on_its_rank_computes_the_loss_in_chunks():
     assert on_ranks(chunked_losses, ranks=2) == [
         {"1f1b": 0, "interleaved_1f1b": 0}, {"1f1b": 2, "interleaved_1f1b": 0}

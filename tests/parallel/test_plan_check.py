@@ -11,7 +11,7 @@ SIZES = {"pipe": 2, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
 make = partial(Decoder, vocab_size=96, context=16, width=32, layers=4, heads=4)
 
 
-def test_a_plan_that_fits_has_no_problem() -> None:
+def test_a_plan_that_fits_has_no_problem():
     assert plan_check.problems(make, PLAN, SIZES) == []
 
 
@@ -29,6 +29,6 @@ def test_a_plan_that_fits_has_no_problem() -> None:
         ({}, {"vocab_size": 97}, "dim 0 of embed.weight (97, 32)"),
     ],
 )
-def test_what_does_not_fit_is_named(plan: dict, sizes: dict, message: str) -> None:
+def test_what_does_not_fit_is_named(plan, sizes, message):
     problems = plan_check.problems(partial(make, **sizes), replace(PLAN, **plan), SIZES)
     assert message in "\n".join(problems)

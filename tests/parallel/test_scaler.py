@@ -5,7 +5,6 @@ one process does.
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -66,13 +65,13 @@ def assert_same(run: Run, steps: int = 6) -> None:
         "2×2×2",
     ],
 )
-def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout: str) -> None:
+def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout):
     assert alone().facts["scaler"]["scale"] == 2.0**16 / 2**3  # every second of six steps overflows
     assert_same(fit(job(layout)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")  # there is no GPU here
-def test_a_mesh_takes_fp16_on_a_gpu() -> None:
+def test_a_mesh_takes_fp16_on_a_gpu():
     (plugin,) = scaler.precision_arguments("16-mixed", mesh=True)["plugins"]
     assert plugin.precision == "16-mixed"
     assert plugin.scaler is not None
@@ -81,18 +80,18 @@ def test_a_mesh_takes_fp16_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_gathers_weights_in_fp16() -> None:
+def test_fsdp_gathers_weights_in_fp16():
     assert gathered_types(torch.nn.Linear, job("fsdp 2", steps=1)) == [{torch.float16}] * 2
 
 
 @pytest.mark.slow
-def test_a_fused_optimizer_skips_them_too() -> None:
+def test_a_fused_optimizer_skips_them_too():
     fused = {"lr": 3e-3, "eps": 1e-6, "fused": True}
     assert_same(fit(job("fsdp 2", optimizer_args=fused)))
 
 
 @pytest.mark.slow
-def test_the_scale_is_saved_and_resumed_under_another_layout(tmp_path: Path) -> None:
+def test_the_scale_is_saved_and_resumed_under_another_layout(tmp_path):
     folder = str(tmp_path / "step=4")
     saved = fit(job("pipeline 2, 1f1b", steps=4, save=folder))
     assert saved.facts["scaler"]["scale"] == 2.0**14
@@ -118,7 +117,7 @@ def step_with_an_infinity_on_rank_1(fused: bool) -> tuple[bool, list[float], flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
-def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused: bool) -> None:
+def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused):
     assert (
         on_ranks(step_with_an_infinity_on_rank_1, fused, ranks=2)
         == [(True, [1.0, 1.0], 2.0**15)] * 2
@@ -167,14 +166,14 @@ def fit_four_batches(module: L.LightningModule) -> Trainer:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_without_a_loss_is_left_out_with_a_fused_optimizer_too() -> None:
+def test_a_batch_without_a_loss_is_left_out_with_a_fused_optimizer_too():
     module = Skipping()
     assert fit_four_batches(module).completed_batches == 4
     assert module.skipped == [False, True, False, False], "by an overflow"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_skipped_step_moves_no_schedule_and_counts_as_a_batch() -> None:
+def test_a_skipped_step_moves_no_schedule_and_counts_as_a_batch():
     module = Halving()
     assert fit_four_batches(module).completed_batches == 4
     assert module.skipped == [False, True, False, False]
@@ -210,7 +209,7 @@ class Clipping(L.LightningModule):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_that_are_clipped_by_hand_are_unscaled_once(fused: bool) -> None:
+def test_gradients_that_are_clipped_by_hand_are_unscaled_once(fused):
     module = Clipping(fused=fused)
     fit_four_batches(module)
     one, two = 3 / 2**0.5, 4 / 2**0.5  # norms of (1.5, 1.5) and (2, 2)

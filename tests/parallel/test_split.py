@@ -6,7 +6,7 @@ from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from armature.parallel.mesh import AXES
 from armature.parallel.pipeline import blocks_of_stages
-from armature.parallel.split import SCHEDULES, Schedule, bubble_share, stages_of_rank
+from armature.parallel.split import SCHEDULES, bubble_share, stages_of_rank
 from armature.planning.setup import Setup
 
 DEEPER = SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)
@@ -14,7 +14,7 @@ DEEPER = SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES.values(), DEEPER])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_stage_is_held_by_one_rank(schedule: Schedule, ranks: int) -> None:
+def test_each_stage_is_held_by_one_rank(schedule, ranks):
     held = [
         stage
         for rank in range(ranks)
@@ -23,7 +23,7 @@ def test_each_stage_is_held_by_one_rank(schedule: Schedule, ranks: int) -> None:
     assert sorted(held) == list(range(ranks * schedule.stages_per_rank))
 
 
-def test_bubble_shrinks_from_schedule_to_schedule_and_with_more_microbatches() -> None:
+def test_bubble_shrinks_from_schedule_to_schedule_and_with_more_microbatches():
     shares = [
         bubble_share(SCHEDULES[s], ranks=4, microbatches=8)
         for s in ("gpipe", "interleaved_1f1b", "zero_bubble")
@@ -36,9 +36,7 @@ def test_bubble_shrinks_from_schedule_to_schedule_and_with_more_microbatches() -
 
 
 @pytest.mark.parametrize(("active", "expected"), [(2, [1, 3, 3, 1]), (8, [2, 2, 2, 2])])
-def test_stages_of_a_mixture_are_balanced_by_what_a_token_uses(
-    active: int, expected: list[int]
-) -> None:
+def test_stages_of_a_mixture_are_balanced_by_what_a_token_uses(active, expected):
     sizes = {"vocab_size": 512, "context": 16, "width": 32, "layers": 8, "heads": 4, "kv_heads": 2}
     sizes |= {"experts": 8, "active": active, "expert_hidden": 24}
     with torch.device("meta"):

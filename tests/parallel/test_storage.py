@@ -84,7 +84,7 @@ DAMAGES = [
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(saved, damage, caplog):
     said = damage(saved)
     found = storage.first_intact(resume.candidates(saved.parent))
     assert found == saved.parent / "step=000001"
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) 
 
 
 @pytest.mark.guarantee
-def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
+def test_the_pointer_comes_first_then_the_newest(saved):
     names = [path.name for path in resume.candidates(saved.parent)]
     assert names == ["step=000002", "step=000001"]
     (saved.parent / "last").write_text("step=000001\n")
@@ -103,7 +103,7 @@ def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
 
 
 @pytest.mark.guarantee
-def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None:
+def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved):
     shutil.copytree(saved, saved.with_name("step=000003.part"))
     saved.rename(
         saved.with_name("step=000002.old")
@@ -116,7 +116,7 @@ def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=000001", "step=000002"]
 
 
-def test_of_a_linked_checkpoint_only_the_link_is_removed(saved: Path, tmp_path: Path) -> None:
+def test_of_a_linked_checkpoint_only_the_link_is_removed(saved, tmp_path):
     archived = tmp_path / "archive"
     saved.rename(archived)
     saved.symlink_to(archived, target_is_directory=True)
@@ -126,33 +126,37 @@ def test_of_a_linked_checkpoint_only_the_link_is_removed(saved: Path, tmp_path: 
     assert directory.checksum_problem(archived) is None
 
 
-def test_a_broken_file_of_weights_is_named(tmp_path: Path) -> None:
+def test_a_broken_file_of_weights_is_named(tmp_path):
     for content in (b"", b"{", b"\x08" + bytes(7) + b"not json"):
         (tmp_path / "a.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match=r"a\.safetensors: it cannot be read as safetensors"):
             convert.from_file(tmp_path / "a.safetensors", tmp_path / "step=000000")
 
 
-def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:
+def test_a_foreign_directory_is_taken_only_on_trust(saved):
     lose_manifest(saved)
     with pytest.raises(ConfigError, match="not written by this program"):
         storage.first_intact([saved])
     assert storage.first_intact([saved], trust=True) == saved
 
 
+def rewrite(path: Path, metadata: Any) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.guarantee
-def test_code_in_meta_does_not_run(saved: Path) -> None:
+def test_code_in_meta_does_not_run(saved):
     torch.save({"global_step": Code()}, saved / "meta.pt")
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
         storage.read_meta(saved)
     assert RAN == []
 
 
-def test_what_a_newer_torch_says_of_a_tensor_is_left_out(saved: Path, monkeypatch) -> None:
+def test_what_a_newer_torch_says_of_a_tensor_is_left_out(saved, monkeypatch):
     metadata, state = storage.read_metadata(saved), TensorProperties.__getstate__
     with monkeypatch.context() as newer:
         newer.setattr(TensorProperties, "__getstate__", lambda self: (*state(self), (1,)))
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        rewrite(saved, metadata)
     assert checkpoint.load_full_state_dict(saved)["weight"].tolist() == [2.0] * 64
 
 
@@ -166,30 +170,30 @@ class Reached:
         return getattr, (_MEM_FORMAT_ENCODING, self.name)
 
 
-def test_metadata_that_an_earlier_python_wrote_are_read(saved: Path) -> None:
+def test_metadata_that_an_earlier_python_wrote_are_read(saved):
     metadata = storage.read_metadata(saved)
     metadata.planner_data = Reached("TORCH_CONTIGUOUS_FORMAT")
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     found = storage.read_metadata(saved).planner_data
     assert found is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     metadata.planner_data = Reached("__class__")
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="getattr"):
         storage.read_metadata(saved)
 
 
 @pytest.mark.guarantee
-def test_code_in_metadata_does_not_run(saved: Path) -> None:
+def test_code_in_metadata_does_not_run(saved):
     metadata = storage.read_metadata(saved)
     metadata.planner_data = Code()
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
         checkpoint.load_full_state_dict(saved)
     assert RAN == []
 
 
 @pytest.mark.guarantee
-def test_code_in_a_value_does_not_run(saved: Path) -> None:
+def test_code_in_a_value_does_not_run(saved):
     metadata, file = storage.read_metadata(saved), shard(saved)
     place = next(info for index, info in metadata.storage_data.items() if index.fqn == "count")
     code = io.BytesIO()
@@ -197,13 +201,13 @@ def test_code_in_a_value_does_not_run(saved: Path) -> None:
     place.offset, place.length = file.stat().st_size, len(code.getvalue())
     with file.open("ab") as stream:
         stream.write(code.getvalue())
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(saved, metadata)
     with pytest.raises(ConfigError, match="count: refused"):
         checkpoint.load_full_state_dict(saved)
     assert RAN == []
 
 
-def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
+def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path):
     torch.save({"state_dict": {"model.weight": torch.ones(2)}, "epoch": 3}, tmp_path / "a.ckpt")
     assert convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000") == ["model.weight"]
     assert checkpoint.load_full_state_dict(tmp_path / "step=000000")["model.weight"].tolist() == [
@@ -214,7 +218,7 @@ def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee
-def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_ckpt_does_not_run(tmp_path):
     torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "a.ckpt")
     with pytest.raises(ConfigError, match=r"a.ckpt: refused"):
         convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000")

@@ -160,7 +160,7 @@ def test_hooks_see_the_loss_that_the_task_returned(monkeypatch):
     torch.testing.assert_close(seen, [loss.detach() for loss in given])
 
 
-def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan() -> None:
+def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan():
     logits = torch.randn(4, 5, requires_grad=True)
     loss = F.cross_entropy(logits, torch.full((4,), -100))  # as a user's model may compute it
     assert loss.isnan()

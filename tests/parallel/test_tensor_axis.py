@@ -23,7 +23,7 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("layout", "most"), [("tensor 8", 3.0), ("fsdp 4 × tensor 8", 4.8)])
-def test_a_block_takes_the_host_little_longer_than_on_one_device(layout: str, most: float) -> None:
+def test_a_block_takes_the_host_little_longer_than_on_one_device(layout, most):
     took, plain = alone(host_time.measure, layout)
     assert took / plain < most, (took, plain)
 
@@ -58,5 +58,5 @@ def compiled() -> tuple[list[tuple[int, int, int, int]], dict[str, int]]:
     return found, dict(torch._dynamo.utils.counters["graph_break"])
 
 
-def test_all_blocks_share_a_graph_whose_collectives_inductor_overlaps() -> None:
+def test_all_blocks_share_a_graph_whose_collectives_inductor_overlaps():
     assert alone(compiled) == ([(2, 2, 2, 2), (2, 2, 2, 2)], {})

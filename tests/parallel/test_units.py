@@ -36,7 +36,7 @@ class Stack(nn.Module):
         (1, 100, [1]),
     ],
 )
-def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
+def test_consecutive_blocks_share_a_unit(blocks, at_least, sizes):
     model = Stack(blocks)
     found = units.find(model, Plan(), min_num_params=at_least).modules
     assert [len(unit) for unit in found] == sizes
@@ -44,7 +44,7 @@ def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list
         assert [block for unit in found for block in unit] == list(model.blocks.children())
 
 
-def test_an_end_is_a_unit_with_the_layers_in_it() -> None:
+def test_an_end_is_a_unit_with_the_layers_in_it():
     model = Stack(2)
     model.end = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 1))  # pyright: ignore[reportAttributeAccessIssue]
     found = units.find(model, Plan(first=("end",)), min_num_params=100).modules
@@ -68,7 +68,7 @@ class Net(nn.Module):
         self.bounded = nn.Embedding(10, 10, max_norm=1.0)
 
 
-def test_blocks_and_large_leaves_are_units_without_a_plan() -> None:
+def test_blocks_and_large_leaves_are_units_without_a_plan():
     model = Net()
     found = units.find(model, None, min_num_params=50)
     names = {module: name for name, module in model.named_modules()}
@@ -117,7 +117,7 @@ def evaluated_twice(min_num_params: int, tied: bool) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_weights_that_change_after_an_evaluation_are_gathered_again(tied: bool) -> None:
+def test_weights_that_change_after_an_evaluation_are_gathered_again(tied):
     sizes = (10**9, 0, 10_000)
     whole, *found = (on_ranks(evaluated_twice, size, tied, ranks=2)[0] for size in sizes)
     for losses in found:
@@ -146,12 +146,12 @@ def divided(kept: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("build", "name"), [(built, r"net\.1\.weight"), (divided, r"net\.blocks\.0\.ffn\.up\.weight")]
 )
-def test_a_weight_that_something_keeps_beside_the_module_is_named(build: Any, name: str) -> None:
+def test_a_weight_that_something_keeps_beside_the_module_is_named(build, name):
     with pytest.raises(RuntimeError, match=f"{name}: an attribute, closure or callback"):
         on_ranks(build, [], ranks=2)
 
 
-def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:
+def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built():
     with torch.device("meta"):
         model = nn.Linear(3, 3, bias=False)
     handle = model.weight.register_hook(lambda grad: grad * 0.5)

@@ -18,6 +18,8 @@ from armature.parallel.whole_weights import whole
 from tests.parallel.building import parallelize
 from tests.support.parity.harness import on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def stack() -> Any:
     """Return two Linears, of which ranks shard the first, and an end that stays whole."""
@@ -67,9 +69,8 @@ def changed() -> list[list[float]]:
     return [numbers, *(whole(p).detach().flatten().tolist() for p in model.parameters())]
 
 
-@pytest.mark.slow
 @pytest.mark.guarantee
-def test_whole_weights_are_changed_and_trained_as_in_one_process() -> None:
+def test_whole_weights_are_changed_and_trained_as_in_one_process():
     (alone,), both = on_ranks(changed, ranks=1), on_ranks(changed, ranks=2)
     for found in both:
         for value, expected in zip(found, alone, strict=True):
@@ -106,8 +107,7 @@ def refused() -> list[str]:
     return found
 
 
-@pytest.mark.slow
-def test_what_torch_does_wrongly_in_silence_is_an_error() -> None:
+def test_what_torch_does_wrongly_in_silence_is_an_error():
     for assigned, penalized, one_element, number, saved in on_ranks(refused, ranks=2):
         assert "armature.whole_weights" in assigned
         assert "gradient of a gradient" in penalized

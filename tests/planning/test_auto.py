@@ -90,20 +90,20 @@ ADAPTED = [*LLAMA_8B, "task=lora", "data.global_batch_size=1"]
         6,
     ),
 )
-def test_auto_takes_the_simplest_strategy_that_fits(overrides, hardware, gpus, layout) -> None:
+def test_auto_takes_the_simplest_strategy_that_fits(overrides, hardware, gpus, layout):
     found, line = chosen(overrides, hardware, gpus)
     assert found == layout, line
     assert line.startswith("strategy=auto: ")
     assert "GiB" in line
 
 
-def test_unknown_memory_keeps_the_rule() -> None:
+def test_unknown_memory_keeps_the_rule():
     cfg, _ = run(LLAMA_8B, "h100_80gb", 8)
     kept, line = auto.decide(cfg, memory_bytes=None, problems=checks.layout_problems)
     assert (kept, line) == (cfg, "strategy=auto: ddp, since the memory of the device is unknown.")
 
 
-def test_a_sample_is_as_long_as_the_data_say() -> None:
+def test_a_sample_is_as_long_as_the_data_say():
     short = [*LLAMA_1B, "data.context=256"]
     cfg, _ = run(short, "h100_80gb", 1)
     assert cfg.model.context == 8192
@@ -111,7 +111,7 @@ def test_a_sample_is_as_long_as_the_data_say() -> None:
     assert found == "single none", line
 
 
-def test_what_is_not_known_is_not_refused() -> None:
+def test_what_is_not_known_is_not_refused():
     """An optimizer of unknown state, a compiled model that cannot be sharded, and options that only
     ddp has.
     """
@@ -126,7 +126,7 @@ def test_what_is_not_known_is_not_refused() -> None:
     assert found == "ddp every", line
 
 
-def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:
+def test_a_peak_beyond_the_device_is_said_before_the_launch():
     cfg, memory_bytes = run([*LLAMA_8B, "strategy=ddp"], "h100_80gb", 8)
     found = auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
     assert found is not None
@@ -141,14 +141,14 @@ def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:
 SHARE_64 = ["data.global_batch_size=64", "data.micro_batch_size=auto"]
 
 
-def test_auto_prefers_a_smaller_micro_batch_to_recomputation_and_sharding() -> None:
+def test_auto_prefers_a_smaller_micro_batch_to_recomputation_and_sharding():
     found, line = chosen([*LLAMA_1B, *SHARE_64], "h100_80gb", 1)
     assert found == "single none", line
     found, line = chosen([*LLAMA_1B, *SHARE_64, "data.micro_batch_size=64"], "h100_80gb", 1)
     assert found == "single every", line
 
 
-def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
+def test_a_micro_batch_of_auto_begins_with_what_fits():
     cfg, memory_bytes = run([*LLAMA_1B, *SHARE_64, "strategy=ddp"], "h100_80gb", 8)
     found = auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
     assert found is not None
@@ -180,7 +180,7 @@ def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
 )
 def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_works(
     overrides, remedy
-) -> None:
+):
     """Muon's state of 7B takes 76.3 GiB, and its step 2.4 GiB more, beside the context."""
     with pytest.raises(ConfigError, match=f"in the optimizer's step, .* {remedy}"):
         chosen(overrides, "h100_80gb", 1)

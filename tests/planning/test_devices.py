@@ -10,7 +10,7 @@ FILES = sorted(file.stem for file in devices.FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_is_complete_and_in_plausible_units(name: str) -> None:
+def test_every_file_is_complete_and_in_plausible_units(name):
     device = devices.named(name)
     assert 2**33 < device.memory_bytes < 2**40
     assert (
@@ -24,7 +24,7 @@ def test_every_file_is_complete_and_in_plausible_units(name: str) -> None:
     assert "Sources" in (devices.FOLDER / f"{name}.yaml").read_text()
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(
         ConfigError,
         match=r"hardware=h100_80: .* Did you mean hardware=h100_80gb\? Known: a100_40gb",
@@ -40,9 +40,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ("Tesla T4", 14.6, 65e12),
     ],
 )
-def test_this_finds_the_file_of_the_gpu(
-    driver_name: str, memory_gib: float, peak: float, monkeypatch
-) -> None:
+def test_this_finds_the_file_of_the_gpu(driver_name, memory_gib, peak, monkeypatch):
     monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
     monkeypatch.setattr(hardware, "gpu_name", lambda: driver_name)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: int(memory_gib * 2**30))
@@ -51,7 +49,7 @@ def test_this_finds_the_file_of_the_gpu(
     assert device.peak_flops["float16"] == peak
 
 
-def test_this_refuses_a_gpu_without_a_file(monkeypatch) -> None:
+def test_this_refuses_a_gpu_without_a_file(monkeypatch):
     monkeypatch.setattr(hardware, "gpu_count", lambda: 1)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA GeForce 256")
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
@@ -59,7 +57,7 @@ def test_this_refuses_a_gpu_without_a_file(monkeypatch) -> None:
         devices.this()
 
 
-def test_processes_share_a_machine_without_gpus(monkeypatch) -> None:
+def test_processes_share_a_machine_without_gpus(monkeypatch):
     monkeypatch.setattr(hardware, "gpu_count", lambda: 0)
     whole, half = devices.this(), devices.this().shared_by(2)
     assert half.memory_bytes == whole.memory_bytes // 2
@@ -79,9 +77,7 @@ def test_processes_share_a_machine_without_gpus(monkeypatch) -> None:
         ("memory_gib: 'a", "mine.yaml cannot be read"),
     ],
 )
-def test_a_file_of_the_users_own_is_refused_by_key_and_value(
-    line, answer, tmp_path, monkeypatch
-) -> None:
+def test_a_file_of_the_users_own_is_refused_by_key_and_value(line, answer, tmp_path, monkeypatch):
     example = (devices.FOLDER / "h100_80gb.yaml").read_text()
     (tmp_path / "hardware").mkdir()
     kept = example

@@ -47,7 +47,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
         ("llama3_1b", {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8}),
     ],
 )
-def test_a_decoders_cost_is_what_the_model_has(name: str, changes: dict[str, Any]) -> None:
+def test_a_decoders_cost_is_what_the_model_has(name, changes):
     args = {**arguments(name), **changes}
     with torch.device("meta"):
         model, inputs = Decoder(**args), torch.empty(1, args["context"], dtype=torch.long)
@@ -56,7 +56,7 @@ def test_a_decoders_cost_is_what_the_model_has(name: str, changes: dict[str, Any
     assert cost.flops_per_sample == model.flops_per_sample(inputs)
 
 
-def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
+def test_a_vision_transformers_cost_is_what_the_model_has():
     args = {
         "image_size": 16,
         "patch_size": 2,
@@ -75,9 +75,7 @@ LORA, NF4 = {"adapter_rank": 16}, {"adapter_rank": 16, "in_4_bits": True}
 
 
 @pytest.mark.parametrize(("adapters", "measured_gib"), [(LORA, 33.9), (NF4, 11.3)])
-def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
-    adapters: dict[str, Any], measured_gib: float
-) -> None:
+def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(adapters, measured_gib):
     """docs/measured.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of
     one sample.
     """
@@ -101,9 +99,7 @@ def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
         ("llama3_70b", 16, "every", {"shard": 32, "tensor": 8}, 597),
     ],
 )
-def test_published_throughput_lies_in_the_predicted_range(
-    name, micro, recompute, axes, published
-) -> None:
+def test_published_throughput_lies_in_the_predicted_range(name, micro, recompute, axes, published):
     setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
     low, high = (
         rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second
@@ -111,7 +107,7 @@ def test_published_throughput_lies_in_the_predicted_range(
     assert low <= published <= high
 
 
-def test_recomputation_trades_seconds_for_memory() -> None:
+def test_recomputation_trades_seconds_for_memory():
     setups = [
         Setup(cost=cost_of("llama3_8b"), recompute=n, **mesh(shard=8))
         for n in ("none", "selective", "half", "every")
@@ -127,7 +123,7 @@ def test_recomputation_trades_seconds_for_memory() -> None:
     # a step copies gradients to fp32, which is 4 / 8 of each
     [(1, 2 + 18 / 8), (2, 2 + 18 / 8), (3, 20 / 8)],
 )
-def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
+def test_zero_shards_what_its_stage_says(stage, bytes_per_parameter):
     cost = cost_of("llama3_8b")
     found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
     size = bytes_per_parameter * cost.parameters

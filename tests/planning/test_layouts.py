@@ -12,6 +12,8 @@ from armature.planning import devices, simulation
 from armature.planning.simulation import order, processes
 from armature.validation.composing import composing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MODEL = [
     "model=gpt_nano",
@@ -157,7 +159,6 @@ def problems(ranks: list[Any]) -> list[str]:
     return order.problems([rank.issued for rank in ranks])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_meet_and_do_not_wait_for_their_device(name):
     ranks = recorded(*LAYOUTS[name])
@@ -181,7 +182,6 @@ def with_source(wait: str) -> str:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
@@ -205,7 +205,6 @@ def test_a_callback_that_would_hang_is_named(fault, line):
     assert line in problem
 
 
-@pytest.mark.slow
 def test_code_that_may_stop_ranks_does_not_end_a_simulation_before_its_step():
     overrides = ["+callbacks.late={_target_: tests.planning.faults.StopLate}", "model.layers=2"]
     overrides += ["launch.allowed_packages=[armature,torch,lightning,tests]"]

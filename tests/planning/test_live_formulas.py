@@ -53,7 +53,7 @@ CASES = {
 
 
 @pytest.mark.slow
-def test_memory_is_within_a_tenth_of_the_simulators_and_communication_equal() -> None:
+def test_memory_is_within_a_tenth_of_the_simulators_and_communication_equal():
     requests, setups = [], []
     for overrides in CASES.values():
         devices = [] if "trainer.devices=1" in overrides else ["trainer.devices=8"]

@@ -23,15 +23,15 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def plan(script: ModuleType, monkeypatch, capsys):
-    return lambda *words: in_process.run(script, words, monkeypatch, capsys)
+def plan(script: ModuleType):
+    return lambda *words: in_process.call(script, *words)[1]
 
 
 def layouts(text: str) -> list[str]:
     return re.findall(r"^(\S.*?) {2,}\d+ +\d+ (?:none|selective|every)", text, re.MULTILINE)
 
 
-def test_layouts_are_ranked_with_the_command_of_the_first(plan) -> None:
+def test_layouts_are_ranked_with_the_command_of_the_first(plan):
     out = plan(*RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick")
     found = layouts(out)
     assert len(found) >= 10
@@ -44,7 +44,7 @@ def test_layouts_are_ranked_with_the_command_of_the_first(plan) -> None:
     assert re.search(r"^ddp .* does not fit$", out, re.MULTILINE)
 
 
-def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
+def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch):
     monkeypatch.setattr(ranking, "COUNTS", (1, 2, 4))
     out = plan("model=llama2_7b", "data=synthetic", "hardware=h100_80gb", "--quick")
     counts = [
@@ -59,7 +59,7 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     assert commands == ["2", "4"]
 
 
-def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(plan) -> None:
+def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(plan):
     words = ("model=gpt2_124m", "data=synthetic", "hardware=v100", "trainer.devices=1", "--quick")
     line = "Type trainer.precision=16-mixed for products that are 8 × as fast"
     assert line in plan(*words)
@@ -67,7 +67,7 @@ def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(
     assert line not in plan(*words, "trainer.precision=32-true")
 
 
-def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan) -> None:
+def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan):
     words = ("model=llama3_1b", "data=synthetic", "data.global_batch_size=64", "hardware=h100_80gb")
     (command,) = re.findall(
         r"^  python train.py .*$", plan(*words, "trainer.devices=5", "--quick"), re.MULTILINE
@@ -75,7 +75,7 @@ def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan) -> None
     assert re.findall(r"data.global_batch_size=\d+", command) == ["data.global_batch_size=65"]
 
 
-def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> None:
+def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan):
     words = (
         "model=qwen3_30b_a3b",
         "data=synthetic",
@@ -92,13 +92,13 @@ def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> No
     assert {"fsdp 16, expert 8", "hsdp 2 × 8, expert 8"} <= set(layouts(out))
 
 
-def test_adapters_are_named_where_full_training_does_not_fit(plan) -> None:
+def test_adapters_are_named_where_full_training_does_not_fit(plan):
     words = ("model=llama2_7b", "data=synthetic", "optimizer=adamw", "--quick")
     assert "plan again with task=lora" in plan(*words, "hardware=l40s", "trainer.devices=1")
     assert "task=lora" not in plan(*words, "hardware=h100_80gb", "trainer.devices=8")
 
 
-def test_adapters_are_planned(plan) -> None:
+def test_adapters_are_planned(plan):
     adapted = (
         "model=llama3_8b",
         "task=lora",
@@ -115,7 +115,7 @@ def test_adapters_are_planned(plan) -> None:
     assert "There is no formula" in plan(*adapted, "task.adapter.targets=[q]", "trainer.devices=8")
 
 
-def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan) -> None:
+def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan):
     out = plan(
         "experiment=llama3_70b",
         "data.path=x",
@@ -155,13 +155,13 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
         ),
     ],
 )
-def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: str) -> None:
+def test_bad_input_is_refused_with_what_to_type(plan, words, answer):
     out = plan(*(RUN if "model=example" not in words else []), *words, "--quick")
     assert "problem" in out
     assert answer in out
 
 
-def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
+def test_a_model_that_needs_more_devices_is_told_how_many(plan):
     out = plan(
         "experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick"
     )
@@ -169,7 +169,7 @@ def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
     assert re.search(r"It fits on \d+ GPUs\.", out)
 
 
-def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
+def test_the_printed_command_can_be_pasted(script):
     typed = [
         "data.path=/my data",
         "+strategy.timeout=3",
@@ -184,7 +184,7 @@ def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_layouts_are_simulated(plan) -> None:
+def test_the_best_layouts_are_simulated(plan):
     small = (
         "model=gpt_nano",
         "model.layers=2",
@@ -214,8 +214,8 @@ PLANNED = [  # overrides, hardware, devices, machines
 @pytest.mark.slow
 @pytest.mark.parametrize(("typed", "name", "gpus", "nodes"), PLANNED)
 def test_every_layout_that_is_offered_passes_the_checks_before_launch(
-    script: ModuleType, typed: list[str], name: str, gpus: int, nodes: int, monkeypatch
-) -> None:
+    script, typed, name, gpus, nodes, monkeypatch
+):
     GlobalHydra.instance().clear()
     cfg, device = script.composed([*typed, f"hardware={name}"])
     runs, _ = ranking.rank(cfg, device, [(gpus, nodes)], fixed=ranking.Fixed())

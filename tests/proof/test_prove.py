@@ -30,11 +30,10 @@ UNSYNCHRONIZED = ("strategy=ddp", "trainer.devices=2", "strategy.sync_batchnorm=
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
     """Call scripts/prove.py in this process, its runs in forks; return exit code and output."""
-    path = f"{running.ROOT / 'src'}:{running.ROOT}"
 
     def run(command, *, stdout, **_):
         ranks = next((w.partition("=")[2] for w in command if w.startswith("trainer.devices=")), 1)
-        env = running.environment(PYTHONPATH=path)
+        env = running.environment(PYTHONPATH=running.PYTHONPATH)
         python, _, _, _, *words = command  # -P -c "…"
         command = [python, str(running.ROOT / "train.py"), *words]
         done = running.run(command, cwd=tmp_path, env=env, ranks=int(ranks))

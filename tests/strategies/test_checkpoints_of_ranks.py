@@ -110,9 +110,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
         ("DeepSpeed", {"stage": 2}),
     ],
 )
-def test_hooks_change_the_weights_of_every_rank(
-    strategy: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_hooks_change_the_weights_of_every_rank(strategy, options, tmp_path):
     for found in on_ranks(loads_with_hooks, strategy, options, str(tmp_path), ranks=2):
         changed = found["saved"] | {
             "net.2.bias": pytest.approx([value + 1 for value in found["saved"]["net.2.bias"]])
@@ -152,7 +150,7 @@ def scores_of_ranks(folder: str) -> list[Any]:
     return found
 
 
-def test_all_ranks_save_if_rank_0_saves(tmp_path: Path) -> None:
+def test_all_ranks_save_if_rank_0_saves(tmp_path):
     first, second = on_ranks(scores_of_ranks, str(tmp_path), ranks=2)
     assert first == [{1: 1.0}, {1: 1.0}, {1: 1.0, 3: 0.5}]
     assert [*second[-1].values()] == [1.0, 0.5]

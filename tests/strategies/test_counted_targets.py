@@ -9,6 +9,8 @@ import pytest
 from tests.support.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
 from tests.trainers import quiet_trainer
 
+pytestmark = pytest.mark.slow
+
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "MeshStrategy": {"shard": 2, "min_num_params": 0},
@@ -68,7 +70,6 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
     return [float(param.detach().double().square().sum()) for param in whole]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two closures", "abandoned"])
 @pytest.mark.parametrize("strategy", TWO_RANKS)
 def test_two_ranks_train_as_one_process_does(kind, strategy):
@@ -78,7 +79,6 @@ def test_two_ranks_train_as_one_process_does(kind, strategy):
     )
 
 
-@pytest.mark.slow
 def test_micro_batches_that_were_abandoned_weigh_nothing():
     abandoned = on_ranks(trained, "abandoned", "SingleDevice", {}, ranks=1)[0]
     assert abandoned == pytest.approx(

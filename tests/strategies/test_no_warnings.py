@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests import running
-
 pytestmark = pytest.mark.slow
 STRATEGIES = {
     "single": 1,
@@ -28,7 +26,7 @@ NEEDS = {
 }
 
 
-def warnings(strategy, ranks, corpus, folder, **how) -> list[str]:
+def warnings(strategy, ranks, train, folder, **how) -> list[str]:
     words = [
         f"strategy={strategy}",
         "trainer.max_steps=3",
@@ -36,9 +34,7 @@ def warnings(strategy, ranks, corpus, folder, **how) -> list[str]:
         "model.layers=4",
         "model.tied=false",
     ]
-    result = running.train(
-        *words, *NEEDS.get(strategy, []), cwd=folder, corpus=corpus, ranks=ranks, **how
-    )
+    result = train(*words, *NEEDS.get(strategy, []), ranks=ranks, **how)
     logs = "".join(
         file.read_text() for file in (folder / "outputs" / "run" / "logs").glob("rank_*.log")
     )
@@ -48,9 +44,9 @@ def warnings(strategy, ranks, corpus, folder, **how) -> list[str]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES.items(), ids=STRATEGIES)
-def test_a_run_prints_no_warning(strategy, ranks, corpus, tmp_path):
-    assert warnings(strategy, ranks, corpus, tmp_path) == []
+def test_a_run_prints_no_warning(strategy, ranks, train, tmp_path):
+    assert warnings(strategy, ranks, train, tmp_path) == []
 
 
-def test_a_run_prints_no_warning_that_python_hides_by_default_either(corpus, tmp_path):
-    assert warnings("fsdp", 2, corpus, tmp_path, fork=False, PYTHONWARNINGS="default") == []
+def test_a_run_prints_no_warning_that_python_hides_by_default_either(train, tmp_path):
+    assert warnings("fsdp", 2, train, tmp_path, fork=False, PYTHONWARNINGS="default") == []

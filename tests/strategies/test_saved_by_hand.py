@@ -16,7 +16,6 @@ from armature.checkpoint import resume
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 from armature.parallel import sharded
-from tests.running import train, write_corpus
 
 
 class SavesPart(L.Callback):
@@ -36,7 +35,7 @@ class SavesWhole(L.Callback):
             torch.save(weights, Path(trainer.default_root_dir) / "whole.pt")
 
 
-def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
+def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     sharded.refuse_pickled_states(module)
     torch.save(module[1].state_dict(), io.BytesIO())  # no weights
@@ -55,19 +54,13 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipeline", "deepspeed_zero3"])
-def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(
-    strategy: str, tmp_path: Path
-) -> None:
-    corpus, packages = (
-        write_corpus(tmp_path / "text"),
-        "launch.allowed_packages=[armature,torch.optim,tests]",
-    )
+def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(strategy, train, tmp_path):
     words = [
         f"strategy={strategy}",
         "model.tied=false",
         "trainer.max_steps=2",
         "trainer.test_at_end=false",
-        packages,
+        "launch.allowed_packages=[armature,torch.optim,tests]",
     ]
 
     if strategy == "deepspeed_zero3":
@@ -76,15 +69,13 @@ def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(
             "model.width=384"
         )  # DeepSpeed leaves weights of fewer than 100,000 elements whole
 
-    def run(name: str, *, check: bool) -> str:
+    def run(name: str, code: int) -> str:
         callback = f"+callbacks.saves._target_=tests.strategies.test_saved_by_hand.{name}"
-        ended = train(
-            *words, callback, f"run.name={name}", cwd=tmp_path, corpus=corpus, ranks=2, check=check
-        )
+        ended = train(*words, callback, f"run.name={name}", ranks=2, code=code)
         return ended.stdout + ended.stderr
 
-    assert "armature.full_state_dict(self)" in run("SavesPart", check=False)
-    run("SavesWhole", check=True)
+    assert "armature.full_state_dict(self)" in run("SavesPart", 2)
+    run("SavesWhole", 0)
     run_dir = tmp_path / "outputs" / "SavesWhole"
     whole, checkpoint = torch.load(run_dir / "whole.pt"), resume.last_checkpoint(run_dir)
     assert checkpoint is not None

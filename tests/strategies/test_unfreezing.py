@@ -9,6 +9,8 @@ import pytest
 from tests.support.parity.harness import STRATEGIES, import_object, on_ranks
 from tests.trainers import quiet_trainer
 
+pytestmark = pytest.mark.slow
+
 
 def trained(
     strategy: str, options: dict[str, Any], accumulate: int = 1, where: str = "batch"
@@ -87,7 +89,6 @@ def trained(
     return {name: param.detach().flatten().tolist() for name, param in whole.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options", "accumulate", "where"),
     [
@@ -100,8 +101,8 @@ def trained(
     ],
 )
 def test_gradients_of_weights_that_are_frozen_and_unfrozen_are_reduced(
-    strategy: str, options: dict, accumulate: int, where: str
-) -> None:
+    strategy, options, accumulate, where
+):
     (expected,) = on_ranks(trained, "SingleDevice", {}, accumulate, where, ranks=1)
     ranks = on_ranks(trained, strategy, options, accumulate, where, ranks=2)
     for name, values in expected.items():
@@ -109,8 +110,7 @@ def test_gradients_of_weights_that_are_frozen_and_unfrozen_are_reduced(
             assert found[name] == pytest.approx(values, abs=1e-5), name
 
 
-@pytest.mark.slow
-def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
+def test_a_backbone_is_unfrozen_in_mixed_precision():
     """Its unit of FSDP has had nothing to train, and no type for its gradients."""
     options = {"shard": 2, "param_dtype": "bfloat16", "reduce_dtype": "float32"}
     (expected,) = on_ranks(trained, "SingleDevice", {}, 1, "backbone", ranks=1)
@@ -118,7 +118,6 @@ def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
         assert found["backbone.0.weight"] == pytest.approx(expected["backbone.0.weight"], abs=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options", "where", "message"),
     [
@@ -136,8 +135,6 @@ def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
         ),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(
-    strategy: str, options: dict, where: str, message: str
-) -> None:
+def test_what_cannot_be_reduced_is_refused(strategy, options, where, message):
     with pytest.raises(RuntimeError, match=message):
         on_ranks(trained, strategy, options, 1, where, ranks=2)

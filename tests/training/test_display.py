@@ -12,18 +12,18 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
 from armature.training.display import Bar, Display
-from tests.trainers import quiet_trainer
+from tests.trainers import Squares, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
 
-class Module(L.LightningModule):
+class Module(Squares):
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.each = torch.nn.Linear(4, 1), CatMetric()
+        self.each = CatMetric()
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
         self.log("mine", 0.25 + batch_idx, prog_bar=True)
         self.log("hidden", 1.0)
         self.log(
@@ -39,9 +39,6 @@ class Module(L.LightningModule):
 
     def test_step(self, batch, batch_idx, dataloader_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(display: Display, *callbacks: L.Callback) -> None:

@@ -1,39 +1,35 @@
 """StopIteration of a user's code is an error, not the end of the data."""
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from armature.data.samples import Samples
-from tests.trainers import quiet_trainer
+from tests.trainers import Squares, quiet_trainer
 
 WORDS = "raised StopIteration, as next\\(\\) does when an iterator has ended"
 
 
-class Module(L.LightningModule):
+class Module(Squares):
     def __init__(self, where):
         super().__init__()
-        self.net, self.where, self.others = torch.nn.Linear(1, 1), where, iter(range(2))
+        self.where, self.others = where, iter(range(2))
 
     def training_step(self, batch, batch_idx):
         if self.where == "training_step":
             next(self.others)
-        return self.net(batch).mean()
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.where == "on_train_batch_end":
             next(self.others)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
 def test_a_step_or_hook_that_meets_the_end_of_an_iterator_ends_the_run(where):
     trainer = quiet_trainer(max_epochs=1)
     with pytest.raises(RuntimeError, match=WORDS):
-        trainer.fit(Module(where), DataLoader(torch.ones(6, 1), batch_size=1))
+        trainer.fit(Module(where), DataLoader(torch.ones(6, 4), batch_size=1))
 
 
 def test_a_sample_that_meets_the_end_of_an_iterator_is_an_error():

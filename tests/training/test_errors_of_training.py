@@ -1,38 +1,24 @@
 """What Lightning refuses in a user's module, and the optimizers that it need not return."""
 
-import lightning.pytorch as L
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.errors import ConfigError
 from armature.training.errors import refusal_of
 from armature.training.process import quiet
-from tests.trainers import quiet_trainer
-
-
-class Mine(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from tests.trainers import Squares, quiet_trainer
 
 
 def fit(**methods):
-    module = type("Mine", (Mine,), methods)()
+    module = type("Mine", (Squares,), methods)()
     trainer = quiet_trainer(max_epochs=1)
     quiet()  # pytest takes its filters back
     trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
 
 
 def by_hand(self):
-    Mine.__init__(self)
+    Squares.__init__(self)
     self.automatic_optimization = False
 
 
@@ -41,7 +27,7 @@ def by_hand(self):
     [
         (
             {"configure_optimizers": lambda s: "adam"},
-            "Mine: Unknown configuration for model optimizers",
+            "Squares: Unknown configuration for model optimizers",
         ),
         (
             {"training_epoch_end": lambda s, outputs: 0},
@@ -53,7 +39,7 @@ def by_hand(self):
 def test_what_lightning_refuses_is_one_message(methods, message):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         fit(**methods)
-    assert message in str(refusal_of(caught.value, Mine()))
+    assert message in str(refusal_of(caught.value, Squares()))
 
 
 def test_automatic_optimization_needs_an_optimizer():

@@ -5,11 +5,11 @@ import logging
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
+from tests.trainers import Squares
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_") and "checkpoint" not in name]
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
@@ -33,14 +33,14 @@ class Recorder(L.Callback):
         return record
 
 
-class Module(L.LightningModule):
+class Module(Squares):
     def __init__(self, into: list[str]) -> None:
         super().__init__()
-        self.into, self.net = into, nn.Linear(4, 1)
+        self.into = into
 
     def training_step(self, batch, batch_idx):
         self.into.append(f"step {batch_idx} {self._current_fx_name}")
-        loss = self.net(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
         if batch_idx == 2:  # until then nothing is collected
             self.log("train/late", loss.detach(), on_step=True)
         return loss
@@ -50,9 +50,6 @@ class Module(L.LightningModule):
 
     def on_after_backward(self):
         self.into.append(f"module {self._current_fx_name}")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 OURS, LIGHTNINGS = Trainer, L.Trainer

@@ -128,7 +128,7 @@ def train(corpus, tmp_path_factory):
     folder, cache = tmp_path_factory.mktemp("micro_batch"), tmp_path_factory.mktemp("cache")
     extra = {"PYTHONPATH": str(running.ROOT), "ARMATURE_CACHE": str(cache)}
 
-    def run(name: str, *overrides: str, check: bool = True) -> tuple[Path, str]:
+    def run(name: str, *overrides: str, code: int = 0) -> tuple[Path, str]:
         words = [
             f"run.name={name}",
             "trainer.max_steps=4",
@@ -136,7 +136,7 @@ def train(corpus, tmp_path_factory):
             "checkpoint.every_n_steps=2",
             "launch.max_restarts=1",
         ]
-        ended = running.train(*words, *overrides, cwd=folder, corpus=corpus, check=check, **extra)
+        ended = running.train(*words, *overrides, cwd=folder, corpus=corpus, code=code, **extra)
         return folder / "outputs" / name, ended.stdout + ended.stderr
 
     return run
@@ -187,11 +187,11 @@ def test_memory_that_runs_out_late_costs_the_steps_since_the_last_checkpoint(tra
 
 @pytest.mark.slow
 def test_where_no_size_fits_the_ordinary_message_ends_the_run(train):
-    _, output = train("never", *greedy(fits=0), check=False)
+    _, output = train("never", *greedy(fits=0), code=1)
     assert output.count("→") == 3  # 8, 4, 2, 1
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB" in output
     assert "Memory ran out on rank 0. At the peak this rank held" in output
-    _, output = train("evaluation", *greedy(fits=0, training=False), check=False)
+    _, output = train("evaluation", *greedy(fits=0, training=False), code=1)
     assert "→" not in output
     assert "Memory ran out on rank 0, in an evaluation." in output
     assert "Type data.eval_batch_size=" in output

@@ -12,15 +12,14 @@ from armature.pages import history
 from armature.strategies.single import SingleDevice
 from armature.training import samples
 from armature.training.samples import Samples, image_rows
-from tests import running
 
 COMMON = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "task.preview_tokens=8")
 
 
 @pytest.mark.slow
-def test_runs_have_a_page_that_changes_nothing_else(tmp_path, corpus, cache):
+def test_runs_have_a_page_that_changes_nothing_else(tmp_path, train, cache):
     for name, typed in {"with": (), "without": ("run.report=false",)}.items():
-        running.train(f"run.name={name}", *COMMON, *typed, cwd=tmp_path, corpus=corpus)
+        train(f"run.name={name}", *COMMON, *typed)
     with_page, without = (tmp_path / "outputs" / name for name in ("with", "without"))
     assert (with_page / "metrics.csv").read_bytes() == (without / "metrics.csv").read_bytes()
     assert not list(without.glob("report*"))
@@ -33,10 +32,9 @@ def test_runs_have_a_page_that_changes_nothing_else(tmp_path, corpus, cache):
 
 
 @pytest.mark.slow
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, corpus, cache):
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, train, cache):
     (tmp_path / "outputs" / "mine" / "report.html" / "in the way").mkdir(parents=True)
-    typed = ("run.name=mine", "strategy=fsdp", *COMMON)
-    result = running.train(*typed, cwd=tmp_path, corpus=corpus, ranks=2)
+    result = train("run.name=mine", "strategy=fsdp", *COMMON, ranks=2)
     assert result.stderr.count("report.html lacks a part") == 1
 
 

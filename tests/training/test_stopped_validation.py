@@ -9,24 +9,20 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
-from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
 from armature.training.epoch_metrics import metric_states
 from armature.training.stop import StoppedBySignal
-from tests.trainers import quiet_trainer
+from tests.trainers import Squares, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
 
-class Module(L.LightningModule):
+class Module(Squares):
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.best, self.history = nn.Linear(4, 1), MaxMetric(), []
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
+        self.best, self.history = MaxMetric(), []
 
     def on_validation_epoch_start(self):
         self.losses: list[Any] = []
@@ -39,9 +35,6 @@ class Module(L.LightningModule):
         self.best(torch.stack(self.losses).mean())
         self.history.append(len(self.losses))
         self.log("val/best", self.best.compute())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Swaps(L.Callback):

@@ -5,25 +5,20 @@ left.
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.training.run_hooks import RunHooks
-from tests.trainers import quiet_trainer
+from tests.trainers import Squares, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
 
 
-class Module(L.LightningModule):
+class Module(Squares):
     """Logs one name in training and in validation, and replaces its weights while it validates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1)
 
     def training_step(self, batch, batch_idx):
         self.log("loss", 1.0)
-        return self.net(batch).mean()
+        return super().training_step(batch, batch_idx)
 
     def on_validation_start(self):
         self.kept = self.net.weight.detach().clone()
@@ -35,16 +30,13 @@ class Module(L.LightningModule):
     def on_validation_end(self):
         self.net.weight.data.copy_(self.kept)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
     seen = []
 
     class Ended(RunHooks, L.Callback):
         def validation_ended(self, trainer):
-            weight = trainer.lightning_module.net.weight.item()
+            weight = trainer.lightning_module.net.weight[0, 0].item()
             seen.append(
                 (
                     float(trainer.callback_metrics["loss"]),
@@ -53,7 +45,7 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
                 )
             )
 
-    data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
+    data = DataLoader(torch.ones(4, 4), batch_size=2)  # pyright: ignore[reportArgumentType]
     trainer = quiet_trainer(max_epochs=2, callbacks=[Ended()], num_sanity_val_steps=1)
     trainer.fit(Module(), data, data)
     assert seen == [(100.0, False, True), (101.0, False, True)]

@@ -116,7 +116,7 @@ class Run:
     def variables(self) -> dict[str, str]:
         variables = running.environment(
             ARMATURE_CACHE=str(self.session.folder / "cache"),
-            PYTHONPATH=os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
+            PYTHONPATH=running.PYTHONPATH,
             FAULTS_FOLDER=str(self.folder),  # identifies the run's processes
             DS_ACCELERATOR="cpu",
         )

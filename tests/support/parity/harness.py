@@ -20,7 +20,6 @@ import pytest
 
 from tests import forked, needs
 
-ROOT = Path(__file__).parents[3]
 PRELOAD = ["tests.support.parity.preload"]
 QUIET: dict[str, Any] = {  # arguments of a Trainer without logger, files and screen
     "accelerator": "cpu",
@@ -132,8 +131,7 @@ def _server() -> Any:
     context.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 gives it neither this process's sys.path nor an error
-        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        patch.setenv("PYTHONPATH", paths, prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", forked.PYTHONPATH, prepend=os.pathsep)
         forkserver.ensure_running()
     return context
 
