@@ -2,8 +2,7 @@
 `torch.load(weights_only=True)` reads it.
 
 Whatever is refused is refused when it is saved. On loading it would be too late: none of the run's
-checkpoints could
-be read.
+checkpoints could be read.
 """
 
 import dataclasses

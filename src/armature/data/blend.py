@@ -102,9 +102,8 @@ class BlendData(TokenData):
     """Windows of several corpora. An epoch has as many samples as all corpora together.
 
     A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and
-    again before a light one
-    is through, and no window comes a second time before all others of its corpus. With
-    `train_limit`, every epoch has the same windows.
+    again before a light one is through, and no window comes a second time before all others of its
+    corpus. With `train_limit`, every epoch has the same windows.
 
     Validation and test read all windows of all corpora.
     """

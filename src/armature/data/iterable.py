@@ -28,9 +28,9 @@ class IterableStream(Stream):
     has seen.
 
     Every rank and worker reads all samples and keeps its share, so the dataset must not divide them
-    itself: it does not
-    see which worker it is in. Random numbers that it draws from the global generators depend on
-    (seed, epoch, place). `set_epoch(epoch)` is called before each epoch if the dataset has it.
+    itself: it does not see which worker it is in. Random numbers that it draws from the global
+    generators depend on (seed, epoch, place). `set_epoch(epoch)` is called before each epoch if the
+    dataset has it.
 
     Args:
         limited: the samples of an epoch are limited by data.train_limit, so they need not be

@@ -71,9 +71,8 @@ def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
     all weights.
 
     A run with adapters leaves out what it has read from model.pretrained at this start. Raises
-    ConfigError if the
-    checkpoint to resume from leaves out another model: the folder may have changed since the checks
-    before launch.
+    ConfigError if the checkpoint to resume from leaves out another model: the folder may have
+    changed since the checks before launch.
     """
     needed, name = base.recorded(checkpoint), named_by(cfg)
     leaves_out = adapter_of(cfg) is not None and not cfg.checkpoint.include_base

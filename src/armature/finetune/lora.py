@@ -2,9 +2,8 @@
 is small.
 
 An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy
-see the same model
-with a few more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA,
-arXiv:2305.14314; `nf4.py`).
+see the same model with a few more parameters per Linear. The frozen weights may be held in 4 bits
+(QLoRA, arXiv:2305.14314; `nf4.py`).
 """
 
 import math

@@ -51,8 +51,7 @@ def quantize(weight: Tensor, *, largest: Tensor | None = None) -> tuple[Tensor, 
     """Return codes, scales and row of a matrix (out, in); `in` is a multiple of 64.
 
     `row` holds the bits of fp32 values as int32: what changes a model's type (precision plugins,
-    FSDP's mixed
-    precision) would round it otherwise.
+    FSDP's mixed precision) would round it otherwise.
 
     Args:
         largest: the rows' largest absolute values (out, 1) in fp32, if `weight` is a part of the

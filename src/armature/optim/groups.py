@@ -19,11 +19,10 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     `hidden=True`, and the model's `width` if it has one. So has the group of stacks: the
     three-dimensional parameters of modules that say `stacked = True` (`models/mixture/experts.py`),
     which may be sharded over ranks of their own. Its key `stacked` keeps it apart from the other
-    group in checkpoints, which tell groups by their hyperparameters. The rest are norms,
-    biases and positions: parameters with one dimension or such a name. Names and numbers of
-    dimensions decide, never
-    the shape of a rank's shard, so groups are the same under every layout. Adapters are matrices of
-    no such kind: Muon would take their small rank for that of the change.
+    group in checkpoints, which tell groups by their hyperparameters. The rest are norms, biases and
+    positions: parameters with one dimension or such a name. Names and numbers of dimensions decide,
+    never the shape of a rank's shard, so groups are the same under every layout. Adapters are
+    matrices of no such kind: Muon would take their small rank for that of the change.
     """
     hidden, stacks, matrices, vectors = [], [], [], []
     stacked = {

@@ -128,8 +128,7 @@ class CompiledForward:
     """A compiled method. Its deep copies and pickles belong to their own module.
 
     `torch.compile` returns a function, which `copy.deepcopy` does not copy: a teacher would compute
-    with the weights of
-    the model that it was copied from.
+    with the weights of the model that it was copied from.
     """
 
     def __init__(self, forward: Callable[..., Any], mode: str) -> None:

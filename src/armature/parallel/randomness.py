@@ -57,8 +57,7 @@ def own_draws(place: int) -> Iterator[None]:
     `place`.
 
     Code outside of a model, such as a random mask of the inputs, must draw the same on ranks that
-    share samples. Inside
-    of it they must not: dropout of different positions is independent.
+    share samples. Inside of it they must not: dropout of different positions is independent.
     """
     seed = random.getrandbits(60)  # leaves torch's streams as they are without this
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()

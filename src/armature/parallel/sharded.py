@@ -28,9 +28,9 @@ def guard() -> None:
 
     `p.data = x` would change nothing. `float(p.norm())` would read this rank's part, and a penalty
     such as `p.square().sum()` could not be added to a loss. `p.normal_()` would fill all parts with
-    the same numbers on CPUs, and on GPUs with others than in one process. A plain tensor
-    of one element beside a sharded one would count as the same on all ranks. `torch.save` would
-    write this rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
+    the same numbers on CPUs, and on GPUs with others than in one process. A plain tensor of one
+    element beside a sharded one would count as the same on all ranks. `torch.save` would write this
+    rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
     """
     DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("norm", "sum", "mean"):

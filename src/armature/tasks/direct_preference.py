@@ -33,8 +33,7 @@ class DirectPreference(LanguageModeling):
     mean over pairs, so it begins at ln 2 = 0.6931 in any layout.
 
     Logs, per pair: loss, `reward_accuracy` (share of pairs with m > 0), `reward_margin` (m), both
-    rewards, and the
-    log-probabilities of both answers, in nats per answer.
+    rewards, and the log-probabilities of both answers, in nats per answer.
 
     Args:
         model, preview_tokens, task: as of `LanguageModeling`.

@@ -137,9 +137,7 @@ class Checkpointing(RunHooks, Checkpoint):
         return sorted(self.scores, key=self.scores.__getitem__, reverse=self.policy.mode == "max")
 
     def training_begins(self, trainer: OurTrainer) -> None:
-        """Remove leftovers, and let the validation that the loaded checkpoint owes
-        run first.
-        """
+        """Remove leftovers, and let the validation that the loaded checkpoint owes run first."""
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()

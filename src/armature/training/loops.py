@@ -54,8 +54,7 @@ class EpochLoop(_TrainingEpochLoop):
     """Run the steps of one epoch.
 
     Differences from Lightning: validation also runs after the last step of the run, wherever in an
-    epoch that is;
-    SIGTERM is handled by training/stop.py instead of a broadcast before each batch.
+    epoch that is; SIGTERM is handled by training/stop.py instead of a broadcast before each batch.
 
     Args:
         limits: Lightning's loop, whose limits this one takes over.

@@ -94,9 +94,9 @@ class StepLog(RunHooks, Callback):
     schedule.
 
     Values that depend on the clock go to timings.csv and to the other loggers, once per write:
-    samples and tokens per
-    second, seconds per step, `data_wait`, the share of the time that the slowest rank waits for its
-    next batch, and with several ranks `slowest_rank`, whose own work took `own_seconds_per_step`.
+    samples and tokens per second, seconds per step, `data_wait`, the share of the time that the
+    slowest rank waits for its next batch, and with several ranks `slowest_rank`, whose own work
+    took `own_seconds_per_step`.
 
     Args:
         csv: receives every row, like the trainer's loggers.

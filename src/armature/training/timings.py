@@ -75,8 +75,7 @@ class DataWait:
     """How long the device was idle because the next batch was not ready.
 
     On a CPU that is the time in the loader's `next`. On a GPU it is the time in `next`, but at most
-    the time for which
-    the GPU was idle: a slow loader costs nothing while the GPU still has work.
+    the time for which the GPU was idle: a slow loader costs nothing while the GPU still has work.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -22,9 +22,8 @@ def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
     none fits.
 
     The optimizer sees the same batches: data.global_batch_size is kept, and accumulation follows. A
-    rank needs no more
-    memory than before: data.micro_batch_size is kept too, or becomes the nearest smaller one that
-    divides the batch.
+    rank needs no more memory than before: data.micro_batch_size is kept too, or becomes the nearest
+    smaller one that divides the batch.
     """
     problems: list[str] = []
     for devices in range(most, least - 1, -1):

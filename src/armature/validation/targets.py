@@ -3,10 +3,9 @@ these arguments.
 
 A config.yaml can come from a stranger, and whatever a `_target_` names is imported and called. It
 must be a class or a function that builds something, in a package that this installation allows.
-What calls others by name, or loads
-pickles, is refused in every package. The module that *defines* a class or function decides: a name
-that some other
-module merely imported is no way around the rules. The user's own packages in src/ are trusted.
+What calls others by name, or loads pickles, is refused in every package. The module that *defines*
+a class or function decides: a name that some other module merely imported is no way around the
+rules. The user's own packages in src/ are trusted.
 """
 
 import importlib.util

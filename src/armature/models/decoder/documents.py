@@ -2,9 +2,8 @@
 of positions.
 
 There are two forms: a mask for `scaled_dot_product_attention`, and, on GPUs, a block mask for
-FlexAttention
-(arXiv:2412.05496), which skips empty blocks. Its work grows with the documents' lengths, not with
-the window's square.
+FlexAttention (arXiv:2412.05496), which skips empty blocks. Its work grows with the documents'
+lengths, not with the window's square.
 
 Shapes: B batch, T positions, S positions including the cache (T without one), H query heads, G
 key-value heads, K head width. Documents are numbered in order.

@@ -187,17 +187,14 @@ class Decoder(nn.Module):
 
     `kv_heads` defaults to `heads`, `head_dim` to width / heads, `ffn_hidden` to 8/3 of the width
     rounded up to a multiple of 64. `attention_bias` adds biases to queries, keys and values.
-    `qk_norm` normalizes the queries and keys
-    of each head: true without weights, "weighted" with. `windows` has one entry for each block: a
-    position attends to
-    so many newest positions, itself included, or to all (null); a single number is that of every
-    block. `rope_scaling`
-    stretches the rotary frequencies: `kind` llama3 (if it is left out), yarn or linear, and its
-    numbers (`rope.py`).
-    `pretrained` names the Hugging Face folder that the weights of a new run come from; the strategy
-    reads it. `document_token` is the id that begins each document: attention then stays within a
-    document, as if it were alone in the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError
-    with every impossible size.
+    `qk_norm` normalizes the queries and keys of each head: true without weights, "weighted" with.
+    `windows` has one entry for each block: a position attends to so many newest positions, itself
+    included, or to all (null); a single number is that of every block. `rope_scaling` stretches the
+    rotary frequencies: `kind` llama3 (if it is left out), yarn or linear, and its numbers
+    (`rope.py`). `pretrained` names the Hugging Face folder that the weights of a new run come from;
+    the strategy reads it. `document_token` is the id that begins each document: attention then
+    stays within a document, as if it were alone in the batch (Llama 3, arXiv:2407.21783, 3.2).
+    Raises ValueError with every impossible size.
     """
 
     modality = "tokens"

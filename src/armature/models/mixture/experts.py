@@ -6,8 +6,7 @@ Rows (one per token and chosen expert) are sorted by expert and put back by perm
 nothing is added up in an order that changes from run to run.
 
 Shapes: B batch, T positions, D width, N tokens, E experts, A active experts per token, F their
-hidden width,
-M = N * A rows.
+hidden width, M = N * A rows.
 """
 
 from typing import Any
