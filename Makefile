@@ -80,7 +80,7 @@ new train prove notebooks bench test-gpus schema size: $(VENV)/.installed
 test: CHOSEN = -m "guarantee or not slow" ## Run the tests: 10–20 minutes on two cores; ARGS="-n 0" for one process
 test-guarantees: CHOSEN = -m guarantee ## Run the tests that hold a sentence of docs/contract.md
 test-fast: CHOSEN = -m "not slow" ## Run the tests that take seconds
-test-all: CHOSEN = --all ## Run everything, for hours; a missing package fails its tests; ARGS=tests/finetune for a part
+test-all: CHOSEN = --all ## Run everything: 80 minutes on two cores; a missing package fails its tests; ARGS=tests/finetune for a part
 test-gpu: CHOSEN = -n 0 -m gpu tests/gpu ## Run the tests for GPUs, on one
 test test-guarantees test-fast test-all test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CHOSEN) $(ARGS)
