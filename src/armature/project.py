@@ -39,17 +39,21 @@ CONFIGS = ROOT / "configs" if (ROOT / "configs").is_dir() else SHIPPED
 FOLDERS = [*dict.fromkeys([CONFIGS, SHIPPED])]  # the project's own files come first
 
 
-def config_file(group: str, name: str, folders: Sequence[Path] = FOLDERS) -> Path | None:
+def config_file(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
     """Return the file of a group's option, or None if there is no such option."""
-    files = (folder / group / f"{name}.yaml" for folder in folders)
+    files = (folder / group / f"{name}.yaml" for folder in folders or FOLDERS)
     return next(filter(Path.is_file, files), None)
 
 
-def options(group: str, folders: Sequence[Path] = FOLDERS) -> dict[str, Path]:
+def options(group: str, folders: Sequence[Path] = ()) -> dict[str, Path]:
     """Return the file of each option of a group, in the order of their names; a file whose name
     begins with _ is a part of others.
     """
-    found = {f.stem: f for folder in folders[::-1] for f in (folder / group).glob("[!_]*.yaml")}
+    found = {
+        f.stem: f
+        for folder in (folders or FOLDERS)[::-1]
+        for f in (folder / group).glob("[!_]*.yaml")
+    }
     return dict(sorted(found.items()))
 
 
