@@ -138,6 +138,7 @@ TABLE: list[tuple[Any, ...]] = [
     ("torch.distributed.distributed_c10d", "_get_default_store", ()),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten"),
+    ("torch.nn.modules.batchnorm", "_BatchNorm"),
     ("torch.nn.modules._functions", "SyncBatchNorm"),
     ("torch.nn:Module", "_parameters"),
     ("torch.nn:Module", "_buffers"),

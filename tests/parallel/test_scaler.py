@@ -124,6 +124,24 @@ def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused):
     )
 
 
+def test_the_scale_changes_as_torchs():
+    found = []
+    for kind in (scaler.SharedScaler, torch.amp.GradScaler):
+        ours = kind(device="cpu")
+        ours.set_growth_interval(2)
+        ours.load_state_dict(ours.state_dict() | {"scale": 2.0**126})
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer, scales = torch.optim.SGD([weight]), []
+        for gradient in (0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 0.0, math.inf, 0.0, 0.0):
+            weight.grad = ours.scale(torch.ones(1)) * gradient
+            ours.step(optimizer)
+            ours.update()
+            scales.append((ours.get_scale(), ours.state_dict()["_growth_tracker"]))
+        found.append(scales)
+    assert found[0] == found[1]
+    assert max(found[0]) == (2.0**127, 1)  # twice that is no number in fp32
+
+
 class Halving(L.LightningModule):
     """Its second batch overflows, and its schedule halves the rate in each step."""
 

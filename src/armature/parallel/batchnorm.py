@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from armature.parallel.functional import Ranks
-
-KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # what is no SyncBatchNorm
 
 
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
@@ -25,7 +24,9 @@ def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for child in module.modules():
         # TorchScript's classes cannot be changed
-        if isinstance(child, KINDS) and not isinstance(child, torch.jit.ScriptModule):
+        if isinstance(child, _BatchNorm) and not isinstance(
+            child, nn.SyncBatchNorm | torch.jit.ScriptModule
+        ):
             cls = type(child)
             if cls not in kinds:
                 kinds[cls] = type(

@@ -9,7 +9,6 @@ from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear
 from armature.layout import Layout
 from armature.models.plan import Plan
-from armature.parallel import batchnorm
 from armature.parallel.split import stage_ownership_problems
 from armature.parallel.tensor import adapter_problem, match_styles, matching
 from armature.parallel.units import tied_names
@@ -84,7 +83,7 @@ def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str
                 f"The plan's context style {style!r} is for modules without weights, but "
                 f"{weights[0]} has some."
             )
-    if any(isinstance(module, batchnorm.KINDS) for module in model.modules()):
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         found.append(
             f"strategy.context={context}: {name} has BatchNorm, whose statistics are over all "
             "positions. Type strategy=fsdp, or take another norm."

@@ -13,6 +13,8 @@ from typing_extensions import override
 from armature.parallel import process_group
 from armature.parallel.gradients import local_gradients, multiply, overflow
 
+LARGEST = 2.0**127  # scale in fp32: gradients that never overflow let it grow
+
 
 def precision_arguments(precision: str, *, mesh: bool) -> dict[str, Any]:
     """Return Lightning's arguments for a precision.
@@ -84,7 +86,7 @@ class SharedScaler(torch.amp.GradScaler):
         if self.skipped:
             new_scale = self.get_scale() * self.get_backoff_factor()
         elif self._made == self.get_growth_interval():
-            new_scale = self.get_scale() * self.get_growth_factor()
+            new_scale = min(self.get_scale() * self.get_growth_factor(), LARGEST)
         if new_scale is not None:
             self._made = 0
             super().update(new_scale)

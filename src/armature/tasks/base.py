@@ -172,7 +172,7 @@ class Task(L.LightningModule):
         """
         assert self.model is not None
         inputs, targets = inputs_and_targets(batch)
-        if "documents" not in batch:
+        if not isinstance(batch, dict) or "documents" not in batch:
             return self.model(inputs, targets)
         if "documents" not in inspect.signature(type(self.model).forward).parameters:
             raise ConfigError(

@@ -70,7 +70,8 @@ class Results(_ResultCollection):
         own = self[key]
         earlier = before.metric_state if before is not None and own.meta.on_epoch else {}
         for state in own.metric_state.keys() & earlier:
-            parts = torch.stack([earlier[state], getattr(own, state)])
+            newest = getattr(own, state)  # on the CPU, if a hook logs it from there
+            parts = torch.stack([earlier[state].to(newest.device), newest])
             setattr(own, state, _reduction(own, state)(parts))
 
 
