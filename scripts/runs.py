@@ -200,7 +200,7 @@ def describe(path: Path) -> Run:
     checkpoint, summary = settings(path), read_summary(path)
     monitor, mode = str(checkpoint.get("monitor")), str(checkpoint.get("mode"))
     changed, size_bytes = usage(path)
-    measured = history.read_table(path / "metrics.csv")
+    measured = history.read_table(path / "metrics.csv", ("step", monitor))
     values = [
         each for each in measured.get(monitor, []) if each is not None and math.isfinite(each)
     ]

@@ -373,8 +373,7 @@ def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
         "data.context: it is ${lr}, and there is no key 'lr'. Type data.context=… for its value.",
         "seed: the environment has no NOT_SET_HERE.",
         "trainer.devices: the environment has no NOT_SET_HERE.",
-        "trainer.max_steps: Recursive interpolation detected. Type trainer.max_steps=… for its "
-        "value.",
+        "trainer.max_steps: it refers to itself. Type trainer.max_steps=… for its value.",
     ]
 
 

@@ -265,8 +265,8 @@ class _Attempts:
         )
         first: Failure | None = None  # first failure since the last new checkpoint
         restarts = without_checkpoint = 0
+        before = self._last_checkpoint_step()
         for number in itertools.count():
-            before = self._last_checkpoint_step()
             failure = self.attempt(number, max_restarts=agents)
             if failure is None:
                 return
@@ -275,7 +275,8 @@ class _Attempts:
                 message = f"{failure.what} The run resumes from {self._resume_point()}."
                 print(message, file=sys.stderr, flush=True)
                 continue
-            progress = self._last_checkpoint_step() > before
+            progress = (now := self._last_checkpoint_step()) > before
+            before = now
             without_checkpoint, first = (
                 (0, None) if progress else (without_checkpoint + 1, first or failure)
             )

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +110,8 @@ def not_runs(paths: Iterable[Path]) -> list[str]:
     ]
 
 
-def read_table(file: Path) -> Table:
-    """Return the columns of a file of numbers.
+def read_table(file: Path, only: Container[str] | None = None) -> Table:
+    """Return the columns of a file of numbers, or `only` some.
 
     A line that is being written, or damaged, is skipped.
     """
@@ -126,12 +126,13 @@ def read_table(file: Path) -> Table:
         names = next(rows, [])
         if "step" not in names:
             return {}
-        columns = {name: [] for name in names}
+        columns = {name: [] for name in names if only is None or name in only}
+        places = [(names.index(name), values) for name, values in columns.items()]
         step = names.index("step")
         for row in rows:
             if len(row) == len(names) and row[step].isdecimal():
-                for name, cell in zip(names, row, strict=True):
-                    columns[name].append(_number(cell))
+                for place, values in places:
+                    values.append(_number(row[place]))
     return columns
 
 

@@ -53,8 +53,8 @@ def split(
     """Return the overrides that vary, and those that stay. Typed ones replace those of `params`."""
     parsed = parser.parse_overrides([*typed])
     keys = {each.key_or_group for each in parsed}
-    lines = [f"{key}={_typed(value)}" for key, value in params.items() if key not in keys]
-    parsed += parser.parse_overrides(lines)
+    lines = [f"{key}={_typed(value)}" for key, value in params.items()]  # a key may have a plus
+    parsed += [each for each in parser.parse_overrides(lines) if each.key_or_group not in keys]
     swept = [each for each in parsed if each.is_sweep_override()]
     return swept, [str(each.input_line) for each in parsed if each not in swept]
 

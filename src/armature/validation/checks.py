@@ -247,10 +247,14 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
                 f"{path}: the environment has no {name}. Type {name}=… before the command, or "
                 f"${{oc.env:{name},DEFAULT}}."
             ]
-    said = str(error).partition("\n")[0].rstrip(".")
-    if ":" not in value and not said.startswith("Recursive"):
-        return []  # all keys are there: one of them is told by itself
-    return [f"{path}: {said}. Type {path}=… for its value."]
+    if ":" not in value:  # all keys are there: one of them is told by itself, or refers back
+        reached, new = set[str](), {path}
+        while new:
+            named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
+            new = {name for names in named for name in names} - reached
+            reached |= new
+        return [f"{path}: it refers to itself. Type {path}=… for its value."] * (path in reached)
+    return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:

@@ -292,7 +292,7 @@ def _folders() -> list[Path]:
 
 
 def _options(group: str) -> dict[str, Path]:
-    return options(group, _folders())
+    return options(group, _folders()) if group else {}
 
 
 def _describe(error: Exception, override: str, cfg: DictConfig) -> str:

@@ -265,7 +265,7 @@ def argument_problems(
     if path == "data" and (feed := find_definition(FEED)) is not None:
         of_feed = signature_of(feed).parameters
         of_any = {key: of_feed[key] for key in LOADER_KEYS + FOLD_KEYS}
-        signature.parameters = of_any | signature.parameters
+        signature.parameters |= of_any | signature.parameters  # the class's own come first
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS or f"{path}.{key}" in known:
