@@ -124,10 +124,7 @@ LAYOUTS = {
 }
 KNOWN_WAITS = {
     # whether a gradient overflowed
-    "fp16": {
-        "item: parallel/scaler.py: self.skipped = any(found.item() for found in "
-        'state["found_inf_per_device"].values())'
-    },
+    "fp16": {"item: parallel/scaler.py: self.skipped = bool(self._unscaled.pop(optimizer))"},
     # how many rows go to each rank
     "expert": {
         "item: parallel/experts.py: return arriving_RE, *row_lengths(x_MD, leaving_RE, arriving_RE)"

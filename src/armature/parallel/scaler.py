@@ -45,6 +45,11 @@ class SharedScaler(torch.amp.GradScaler):
         # by optimizer: how many ranks have found an infinity or NaN in its unscaled gradients
         self._unscaled: dict[Optimizer, Tensor] = {}
 
+    @property
+    def _factor(self) -> Tensor:
+        """The scale, 0-dim on the device: `get_scale` would wait for it."""
+        return self.scale(torch.ones((), device=self.device))
+
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients, once before its step: clipping them in manual
@@ -59,8 +64,7 @@ class SharedScaler(torch.amp.GradScaler):
             raise ValueError(
                 "A loss scaler needs weights in fp32: their fp16 gradients cannot be unscaled."
             )
-        one = torch.ones((), device=self.device)
-        multiply(parts, by=one / self.scale(one))
+        multiply(parts, by=1 / self._factor)
         self._unscaled[optimizer] = process_group.all_sum(overflow(parts, device=self.device))
 
     def forget_unscaled(self) -> None:
@@ -84,9 +88,9 @@ class SharedScaler(torch.amp.GradScaler):
         """Change the scale after an optimizer's step."""
         self._made += 1
         if self.skipped:
-            new_scale = self.get_scale() * self.get_backoff_factor()
+            new_scale = self._factor * self.get_backoff_factor()
         elif self._made == self.get_growth_interval():
-            new_scale = min(self.get_scale() * self.get_growth_factor(), LARGEST)
+            new_scale = (self._factor * self.get_growth_factor()).clamp(max=LARGEST)
         if new_scale is not None:
             self._made = 0
             super().update(new_scale)
