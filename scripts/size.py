@@ -47,10 +47,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "core": Limit(189_350, 145_000),
-    "optional": Limit(79_940, 60_000),
+    "core": Limit(189_370, 145_000),
+    "optional": Limit(79_950, 60_000),
     "scripts, benchmarks": Limit(26_360, 26_360),
-    "tests": Limit(247_810, 220_000),
+    "tests": Limit(247_830, 220_000),
     "documentation": Limit(21_050, 21_050),
     "private names": Limit(158, 110),
     "wide lines": Limit(0, 0),

@@ -130,6 +130,14 @@ def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_
     assert os.environ["MASTER_ADDR"] == first
 
 
+def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
+    step(SLURM_PROCID="5")
+    with pytest.raises(
+        ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
+    ):
+        slurm.join(config(2))
+
+
 def test_the_batch_script_itself_is_no_step(step):
     step()
     del os.environ["SLURM_STEP_ID"]

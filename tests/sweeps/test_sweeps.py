@@ -124,11 +124,11 @@ def test_a_space_without_values_is_refused(text, expected):
         ),
         (
             ["optimizer.lr=interval(1e-4,1e-2)"],
-            "which chooses them from an interval, or a list, as in optimizer.lr=A,B",
+            "Type sweep=optuna, which chooses them, or a list, as in optimizer.lr=A,B",
         ),
         (
             ["optimizer.lr=glob(*)"],
-            "optimizer.lr=glob(*): it names no values that can be tried one by one.",
+            "optimizer.lr=glob(*): it names no value, and there would be no trial.",
         ),
     ],
 )

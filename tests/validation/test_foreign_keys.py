@@ -64,8 +64,8 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "training.steps=3": "Did you mean 'trainer.max_steps'?",
 }
 REFUSED_BY_THE_CHECK = {
-    "trainer.accelerator=cuda": "Type trainer.accelerator=gpu.",
-    "trainer.precision=16": "Type trainer.precision=16-mixed.",
+    "trainer.accelerator=cuda": "Did you mean trainer.accelerator=gpu?",
+    "trainer.precision=16": "Did you mean trainer.precision=16-mixed?",
     "trainer.devices=[0,1,2,3]": "Set CUDA_VISIBLE_DEVICES=0,1,2,3 before the command and type "
     "trainer.devices=4.",
     "trainer.limit_train_batches=1.5": "a share of them above 0.0 and up to 1.0",

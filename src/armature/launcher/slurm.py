@@ -53,8 +53,14 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
+    if environment.number("SLURM_PROCID", 0) >= tasks():
+        raise ConfigError(
+            f"SLURM_PROCID={environ['SLURM_PROCID']} of "
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
+            "count over its components. Start the run in one component: srun --het-group=0."
+        )
     environ.update(  # as a launcher does
-        RANK=str(environment.number("SLURM_PROCID", 0)),
+        RANK=environ["SLURM_PROCID"],
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=environ["SLURM_LOCALID"],
         LOCAL_WORLD_SIZE=str(on_node),

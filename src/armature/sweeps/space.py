@@ -63,20 +63,27 @@ def grid(swept: Sequence[Override]) -> list[list[str]]:
     """Return the values of each key, as overrides.
 
     Raises:
-        ConfigError: there is no end of them, as in an interval, or no value, as of a pattern.
+        ConfigError: they cannot be tried one by one: an interval has no end of them, a pattern may
+            have none.
     """
-    found = {}
+    found, problems = [], []
     for each in swept:
-        values = () if isinstance(each.value(), IntervalSweep) else each.sweep_string_iterator()
-        found[str(each.input_line)] = [f"{each.get_key_element()}={value}" for value in values]
-    if problems := [
-        f"{text}: it names no values that can be tried one by one. Type sweep=optuna, which "
-        f"chooses them from an interval, or a list, as in {text.partition('=')[0]}=A,B."
-        for text, values in found.items()
-        if not values
-    ]:
+        key, text = each.get_key_element(), str(each.input_line)
+        instead = f"a list, as in {key}=A,B."
+        if isinstance(each.value(), IntervalSweep):
+            problems.append(
+                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, "
+                f"or {instead}"
+            )
+            continue
+        found.append([f"{key}={value}" for value in each.sweep_string_iterator()])
+        if not found[-1]:
+            problems.append(
+                f"{text}: it names no value, and there would be no trial. Type {instead}"
+            )
+    if problems:
         raise ConfigError(problems)
-    return [*found.values()]
+    return found
 
 
 def _typed(value: Any) -> str:

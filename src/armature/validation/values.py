@@ -36,6 +36,15 @@ from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
 from armature.validation import foreign_keys, signatures
 
+# what others call it → here
+ALIASES = {
+    "fp16": "16-mixed",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "cuda": "gpu",
+}
 log = logging.getLogger(__name__)
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth"
@@ -439,7 +448,8 @@ def answer_to(key: str, hint: Any, value: Any) -> str | None:
         return f"{answer} Type {key}=[{value}]."
     choices = _choices(hint)
     near = difflib.get_close_matches(str(value), choices, 1, 0.4)
-    return f"{answer} Did you mean {key}={near[0]}?" if near else answer
+    meant = [each for each in (ALIASES.get(str(value)), *near) if each in choices]
+    return f"{answer} Did you mean {key}={meant[0]}?" if meant else answer
 
 
 def _choices(hint: Any) -> list[str]:
