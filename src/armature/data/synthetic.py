@@ -33,7 +33,7 @@ class SyntheticData(DataModule):
         source: how many different tokens there are.
         context: tokens per sample, unless image_size is given.
         image_size, channels, classes: of images (channels, image_size, image_size).
-        samples: in the train split; val and test have a hundredth of it, and at least one batch of
+        samples: in the train split; val and test have a 500th of it, and at least one batch of
             64.
     """
 
@@ -68,7 +68,7 @@ class SyntheticData(DataModule):
 
     @override
     def dataset(self, split: Split) -> Dataset[Batch]:
-        size = self.samples if split == "train" else max(64, self.samples // 100)
+        size = self.samples if split == "train" else max(64, self.samples // 500)
         return RandomSamples(size, seed=f"{self.seed}/{split}", draw=self.draw)
 
 
