@@ -528,8 +528,6 @@ class Feed(L.Callback):
                 owner=self._name,
                 split=split,
                 seed=self.seed,
-                # a dataset may count how often it is read
-                samples=self._resumed == (0, 0),
             )
 
     def _check_padding(self, loader: FedLoader, split: str) -> None:

@@ -14,19 +14,17 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def check(
-    read: ReadLoader, strategy: Any, *, owner: str, split: str, seed: int, samples: bool
-) -> None:
+def check(read: ReadLoader, strategy: Any, *, owner: str, split: str, seed: int) -> None:
     """Raise ConfigError, on all ranks, if their data are not the same.
 
-    Lengths and indices are compared; then, if `samples`, the first, middle and last sample. Samples
-    that this rank reads twice as the same ones must be those of rank 0. Others are augmented by a
-    generator of the dataset's own, which may differ.
+    Lengths and indices are compared; then the first, middle and last sample, in a resumed run as
+    well: one process may have begun it. Samples that this rank reads twice as the same ones must be
+    those of rank 0. Others are augmented by a generator of the dataset's own, which may differ.
     """
     size, rank = len(read.dataset), strategy.global_rank
     own = digest([size, None if read.draw is None else read.draw(0), *_subsets(read.dataset)])
     same = own == strategy.broadcast(own)
-    first = _few(read.dataset, seed=seed) if samples else None
+    first = _few(read.dataset, seed=seed)
     theirs = strategy.broadcast(first)
     if same and None not in (first, theirs) and first != theirs:
         same = first != _few(read.dataset, seed=seed)
