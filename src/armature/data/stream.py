@@ -56,9 +56,10 @@ class Reader:
             except StopIteration:
                 owner = getattr(self.stream, "dataset", self.stream)
                 raise ValueError(
-                    f"{type(owner).__name__} ended at record {number} of epoch {epoch}, but "
-                    f"its len() is {len(self.stream)}. Resuming needs the exact number of records: "
-                    "correct __len__."
+                    f"{type(owner).__name__} ended at record {number} of epoch {epoch}, but an "
+                    f"epoch has {len(self.stream)}, by its __len__ or the pass that counted them. "
+                    f"Resuming needs the exact number: correct __len__, or type data.train_limit="
+                    f"{number}, with which each epoch has the first one's samples."
                 ) from None
             self._place = (epoch, number)
         return self._record
