@@ -89,7 +89,7 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
         ),
         (
             {"width": 96, "heads": 3},
-            "do not divide model.width=96, model.heads × head_dim=96. Type",
+            "model.width=96, model.heads × head_dim=96. Type task.adapter.quantize=null, or",
         ),
     ],
 )

@@ -757,8 +757,8 @@ def _of_quantized(r: Run) -> Iterator[str]:
     if odd := [f"{n}={size}" for n, size in sizes.items() if size % (QUANTIZED_BLOCK * parts[n])]:
         yield (
             f"{typed} with strategy.tensor={r.tensor}: each rank's rows are blocks of "
-            f"{QUANTIZED_BLOCK} elements, which do not divide {', '.join(odd)}. Type strategy=fsdp "
-            "for fewer ranks, or task.adapter.quantize=null."
+            f"{QUANTIZED_BLOCK} elements, which do not divide {', '.join(odd)}. Type "
+            "task.adapter.quantize=null, or, in place of a tensor axis, strategy=fsdp."
         )
 
 
