@@ -44,7 +44,10 @@ def changed() -> list[list[float]]:
     """Return the weights after changes that a shard cannot make, and gradients through a layer."""
     model = stack()
     torch.manual_seed(2)
-    nn.init.normal_(model[0].weight)
+    weight = model[0].weight
+    nn.init.normal_(weight)
+    trained, weight.data = weight.data, weight.data * 2  # as to evaluate averages
+    weight.data = trained
     with armature.whole_weights(model):
         first, last = model[0].weight, model[2].weight
         first.data[0, 0] = 2
@@ -52,14 +55,15 @@ def changed() -> list[list[float]]:
         model[0].bias.data = torch.arange(5.0)
         last.data.copy_(torch.tensor(first.detach().numpy()[:2, :1]).expand(2, 5))
         torch.save(model.state_dict(), io.BytesIO())
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    x = torch.randn(8, 3)
     apart = model[2](model[0](part(x))) @ model[2].weight  # a layer, and a weight that is whole
     apart.square().mean().backward()
     with armature.whole_weights(model):
         model[0].weight.grad[2:4].zero_()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    columns = model[0].weight.norm(dim=0).sum()
-    numbers = [*map(float, (norm, columns, model[0].weight.norm(), model[0].weight.abs().max()))]
+    columns = weight.norm(dim=0).sum()
+    numbers = [*map(float, (norm, columns, weight.norm(), weight.abs().max()))]
     for foreach in (False, True):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=foreach)
         optimizer.add_param_group({"params": [], "lr": 0.5})

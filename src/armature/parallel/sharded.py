@@ -8,7 +8,9 @@ These are the only changes of DTensor for the whole process.
 
 import copyreg
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +34,31 @@ def guard() -> None:
     element beside a sharded one would count as the same on all ranks. `torch.save` would write this
     rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
     """
-    DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+    DTensor.data = property(_data, _assign)  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("norm", "sum", "mean"):
         setattr(DTensor, name, _plain_number(getattr(Tensor, name)))
     copyreg.pickle(DTensor, _refuse)
     dispatcher = DTensor._op_dispatcher
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
-    handlers[aten._local_scalar_dense.default] = _read
+    handlers[aten._local_scalar_dense.default] = lambda op, args, kwargs: whole(args[0]).item()
     # Lightning's BaseFinetuning compares sharded and whole weights
     handlers[aten.equal.default] = lambda op, pair, kwargs: (
         pair[0].shape == pair[1].shape and op(*map(whole, pair))
     )
-    handlers[aten._foreach_norm.Scalar] = _norms
+    handlers[aten._foreach_norm.Scalar] = lambda op, args, kwargs: [
+        whole(torch.linalg.vector_norm(each, *args[1:], **kwargs)) for each in args[0]
+    ]
     handlers[aten._foreach_mul_.Tensor] = _multiply
     for draw in (aten.normal_, aten.uniform_, aten.randn_like, aten.rand_like):
         handlers[draw.default] = _draw
     handlers[aten.bernoulli_.float] = _draw
     dispatcher._try_replicate_spec_for_scalar_tensor = _replicate  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _data(target: DTensor) -> Tensor:
+    found = Tensor.data.__get__(target)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(target).setdefault("views", WeakSet()).add(found)
+    return found
 
 
 @torch.no_grad()
@@ -62,11 +72,9 @@ def _assign(target: DTensor, value: Tensor) -> None:
             f"ranks, and the value is a {type(value).__name__} of {tuple(value.shape)}, "
             f"{value.dtype}. Assign it within `with armature.whole_weights(self):`."
         )
+    for view in vars(target).pop("views", ()):  # `old = p.data; p.data = x` leaves old as it is
+        local_part(view).data = local_part(view).clone()
     target.copy_(value)  # in place: FSDP's own flat shard shares this memory
-
-
-def _read(op: Any, args: tuple[DTensor], kwargs: Any) -> Any:
-    return args[0].full_tensor().item()
 
 
 def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -81,10 +89,6 @@ def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found if found.ndim else whole(found)
 
     return number
-
-
-def _norms(op: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-    return [whole(torch.linalg.vector_norm(each, *args[1:], **kwargs)) for each in args[0]]
 
 
 def _multiply(op: Any, args: tuple[list[Tensor], Tensor], kwargs: Any) -> None:
@@ -124,31 +128,19 @@ def refuse_pickled_states(module: nn.Module, *, gathers: bool = False) -> None:
     """
     for part in module.modules():
         if next(part.parameters(), None) is not None:
-            part.register_state_dict_post_hook(_mark_unless_whole if gathers else _mark)
+            part.register_state_dict_post_hook(partial(_mark, gathers))
 
 
-def _mark_unless_whole(
-    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+def _mark(
+    gathers: bool, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    if any(
+    if not gathers or any(
         param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()
     ):
-        _mark(module, state_dict, prefix, local_metadata)
+        local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it in the state dict
 
 
-def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
-
-
-class _OfOneRank:
-    def __deepcopy__(self, memo: Any) -> "_OfOneRank":
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self, protocol)
-
-
-def _refuse(part: DTensor | _OfOneRank, protocol: Any = None) -> NoReturn:
+def _refuse(part: object, protocol: Any = None) -> NoReturn:
     what = (
         f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
     )
@@ -160,3 +152,10 @@ def _refuse(part: DTensor | _OfOneRank, protocol: Any = None) -> NoReturn:
         'or trainer.save_checkpoint("x.ckpt"). The run\'s own checkpoints hold everything: '
         "armature.load and scripts/convert.py read them."
     )
+
+
+class _OfOneRank:
+    def __deepcopy__(self, memo: Any) -> "_OfOneRank":
+        return self
+
+    __reduce_ex__ = _refuse
