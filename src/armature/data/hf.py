@@ -101,7 +101,9 @@ class HFData(LabeledData):
         if images and mode is None:  # all are read in that of the first in training
             modes = self.known.setdefault("image_mode", [])
             for first in rows.take(0 if modes else 1):
-                modes.append(pixels.mode_of(_opened(image(), first[images[0]], where)))
+                modes.append(
+                    pixels.mode_of(_opened(image(), first[images[0]], f"{where}: sample 0"))
+                )
             mode = "".join(modes)
         read = Reader(
             where=where,
