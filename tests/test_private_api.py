@@ -131,7 +131,7 @@ TABLE: list[tuple[Any, ...]] = [
     (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",)),
     # ---------------------------------------------------------------- torch
     ("torch:Tensor", "_version"),
-    ("torch:Tensor", "_is_view"),
+    ("torch:Tensor", "_base"),
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul_"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout"),

@@ -48,6 +48,7 @@ def changed() -> list[list[float]]:
     nn.init.normal_(weight)
     trained, weight.data = weight.data, weight.data * 2  # as to evaluate averages
     weight.data = trained
+    weight.data[1] = weight.data[3]
     with armature.whole_weights(model):
         first, last = model[0].weight, model[2].weight
         first.data[0, 0] = 2
@@ -61,6 +62,7 @@ def changed() -> list[list[float]]:
     apart.square().mean().backward()
     with armature.whole_weights(model):
         model[0].weight.grad[2:4].zero_()
+    weight.grad[[0]] = 0  # as for tokens that are not trained
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     columns = weight.norm(dim=0).sum()
     numbers = [*map(float, (norm, columns, weight.norm(), weight.abs().max()))]
@@ -102,6 +104,7 @@ def refused() -> list[str]:
         lambda: weight * torch.ones(1),
         lambda: weight * torch.tensor(2.0),
         lambda: torch.save(model.state_dict(), io.BytesIO()),
+        lambda: weight.data[0].zero_(),
     ):
         with pytest.raises((ConfigError, RuntimeError)) as error:
             action()
@@ -112,7 +115,8 @@ def refused() -> list[str]:
 
 
 def test_what_torch_does_wrongly_in_silence_is_an_error():
-    for assigned, penalized, one_element, number, saved in on_ranks(refused, ranks=2):
+    for assigned, penalized, one_element, number, saved, row in on_ranks(refused, ranks=2):
+        assert "Type weight[…] = value" in row
         assert "armature.whole_weights" in assigned
         assert "gradient of a gradient" in penalized
         assert sharded.MIXED in one_element

@@ -99,7 +99,8 @@ class CheckpointWriter:
         }
         with storage.expect_single_process(), storage.one_line_errors():
             if self.background:
-                stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
+                on_gpu = any(getattr(value, "is_cuda", False) for value in tensors.values())
+                stager = self._pinned_stager(tensors) if on_gpu else None
                 # torch's stager keeps 0-dim DTensors as they are, and cannot copy views: gradients
                 tensors = {
                     n: v.detach().clone()
@@ -165,10 +166,6 @@ def _create(part: Path, meta: dict[str, Any]) -> None:
     part.mkdir(parents=True)
     storage.write_plain(part / directory.META, meta)
     storage.read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
-
-
-def _are_on_gpu(tensors: dict[str, Any]) -> bool:
-    return any(getattr(value, "is_cuda", False) for value in tensors.values())
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -276,9 +276,8 @@ def _own_outputs(dtype: torch.dtype | None, module: nn.Module, args: Any, output
             return value
         if value.dtype is dtype and not torch.is_autocast_enabled(value.device.type):
             value = value.float()
-        if value.requires_grad and value._is_view():
-            value = value.clone()
         if value.requires_grad:
+            value = value if value._base is None else value.clone()
             value.register_hook(_refuse_graph)
         return value
 

@@ -7,12 +7,14 @@ These are the only changes of DTensor for the whole process.
 # pyright: reportPrivateImportUsage=false
 
 import copyreg
+import fnmatch
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,6 +39,9 @@ def guard() -> None:
     DTensor.data = property(_data, _assign)  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("norm", "sum", "mean"):
         setattr(DTensor, name, _plain_number(getattr(Tensor, name)))
+    for name in fnmatch.filter(dir(Tensor), "[a-z]*_"):  # what changes a tensor in place
+        setattr(DTensor, name, _writing(getattr(Tensor, name)))
+    DTensor.__setitem__ = _set_items  # pyright: ignore[reportAttributeAccessIssue]
     copyreg.pickle(DTensor, _refuse)
     dispatcher = DTensor._op_dispatcher
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
@@ -48,7 +53,9 @@ def guard() -> None:
     handlers[aten._foreach_norm.Scalar] = lambda op, args, kwargs: [
         whole(torch.linalg.vector_norm(each, *args[1:], **kwargs)) for each in args[0]
     ]
-    handlers[aten._foreach_mul_.Tensor] = _multiply
+    handlers[aten._foreach_mul_.Tensor] = lambda op, args, kwargs: op(
+        [*map(local_part, args[0])], whole(args[1])
+    )
     for draw in (aten.normal_, aten.uniform_, aten.randn_like, aten.rand_like):
         handlers[draw.default] = _draw
     handlers[aten.bernoulli_.float] = _draw
@@ -77,6 +84,38 @@ def _assign(target: DTensor, value: Tensor) -> None:
     target.copy_(value)  # in place: FSDP's own flat shard shares this memory
 
 
+def _writing(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a method that writes into a tensor, but not into a view that DTensor has made a copy,
+    as it does of a weight's rows.
+    """
+
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self._base
+        if base is not None and _memory(base) != _memory(self):
+            raise ConfigError(
+                f"A part of size {tuple(self.shape)} of a weight or gradient that is sharded over "
+                "ranks is a copy: what is written into it would be lost. Type weight[…] = value, "
+                "or write within `with armature.whole_weights(self):`."
+            )
+        return method(self, *args, **kwargs)
+
+    return write
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def _set_items(target: DTensor, key: Any, value: Any) -> None:
+    """Write into the whole tensor, and keep this rank's part."""
+    if target.requires_grad and torch.is_grad_enabled():
+        Tensor.__setitem__(target, key, value)
+        return
+    full = whole(target)
+    full[apply_to_collection(key, DTensor, whole)] = whole(value)
+    target.copy_(sharded_like(target, full))
+
+
 def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a method whose numbers are ordinary ones, with a gradient: a penalty is added to a
     loss, and Lightning's grad_norm makes a tensor of them.
@@ -89,10 +128,6 @@ def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found if found.ndim else whole(found)
 
     return number
-
-
-def _multiply(op: Any, args: tuple[list[Tensor], Tensor], kwargs: Any) -> None:
-    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], whole(args[1]))
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:

@@ -250,12 +250,14 @@ def merge(parts: list[Path], file: Path) -> int:
                 elif columns := dict.fromkeys(column for row in read() for column in row):
                     writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
                     writer.writeheader()
-                    writer.writerows({k: _cell(v) for k, v in row.items()} for row in read())
+                    writer.writerows(
+                        {
+                            k: json.dumps(v) if isinstance(v, list | dict) else v
+                            for k, v in row.items()
+                        }
+                        for row in read()
+                    )
     return sum(1 for _ in read())
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:

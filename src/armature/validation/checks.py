@@ -239,7 +239,8 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
         return [
             f"{path}: it is {value}, and there is no key '{name}'. Type {path}=… for its value."
         ]
-    if isinstance(error, InterpolationKeyError):
+    refers = ":" not in value and "Recursive" not in str(error)
+    if refers or isinstance(error, InterpolationKeyError):
         return []  # what it refers to is told by itself
     for name in re.findall(r"\$\{oc\.env:(\w+)\}", value):
         if name not in os.environ:
@@ -247,14 +248,7 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
                 f"{path}: the environment has no {name}. Type {name}=… before the command, or "
                 f"${{oc.env:{name},DEFAULT}}."
             ]
-    if ":" not in value:  # all keys are there: one of them is told by itself, or refers back
-        reached, new = set[str](), {path}
-        while new:
-            named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
-            new = {name for names in named for name in names} - reached
-            reached |= new
-        return [f"{path}: it refers to itself. Type {path}=… for its value."] * (path in reached)
-    return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
+    return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}. Type {path}=… for its value."]
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:

@@ -36,20 +36,8 @@ def warn(text: str) -> None:
 
 def problems(cfg: dict[str, Any], overrides: Sequence[str] = ()) -> list[str]:
     """Return what cannot work together in a resolved configuration whose classes are sound."""
-    every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
-    if isinstance(every, int) and isinstance(steps, int) and every > steps:
-        warn(
-            f"trainer.val_every_n_steps={every} is beyond trainer.max_steps={steps}: validation "
-            "runs once, at the end."
-        )
     typed, mode = {*map(key_of, overrides)}, cfg["checkpoint"]["mode"]
     monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
-    if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
-        warn(
-            f"trainer.limit_val_batches=0 switches validation off: checkpoint.monitor={monitor} is "
-            "never known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null "
-            "for all batches."
-        )
     named = typed & {"checkpoint.monitor", "checkpoint.mode"}
     if monitor and mode == "min" and named == {"checkpoint.monitor"} and "loss" not in monitor:
         warn(
