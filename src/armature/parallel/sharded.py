@@ -92,7 +92,7 @@ def _writing(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self._base
         if base is not None and _memory(base) != _memory(self):
-            raise ConfigError(
+            raise RuntimeError(
                 f"A part of size {tuple(self.shape)} of a weight or gradient that is sharded over "
                 "ranks is a copy: what is written into it would be lost. Type weight[…] = value, "
                 "or write within `with armature.whole_weights(self):`."
@@ -103,7 +103,7 @@ def _writing(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage()._cdata
 
 
 def _set_items(target: DTensor, key: Any, value: Any) -> None:
