@@ -68,7 +68,7 @@ def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(tmp_pat
 
 def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(tmp_path, monkeypatch):
     pinned: list[int] = []
-    monkeypatch.setattr(checkpoint_writer, "_are_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(
         torch.Tensor, "pin_memory", lambda self: pinned.append(self.data_ptr()) or self
     )
