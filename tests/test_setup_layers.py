@@ -70,7 +70,7 @@ def test_weights_of_the_modules_and_a_callbacks_layers_are_loaded_once_setup_was
     fit.save_checkpoint(checkpoint)
     named = {name: {"_target_": f"{__name__}.{name}"} for name in ("MakesLayers", "AddsLayers")}
     cfg: Any = OmegaConf.create(
-        {"task": named["MakesLayers"], "callbacks": {"adds": named["AddsLayers"]}}
+        {"seed": 0, "task": named["MakesLayers"], "callbacks": {"adds": named["AddsLayers"]}}
     )
     loaded, read = task_and_weights(cfg, checkpoint)
     strategy = WithWeights(torch.device("cpu"), read)

@@ -202,6 +202,8 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     """
     allow([cfg.task._target_])  # it is called below: nothing else decides whether it may be
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
+    # now that its modules are imported: what these draw is not drawn again by another process
+    seed_generators(cfg.seed)
     task = instantiate(cfg.task, **factories | arguments)
     if not isinstance(task, L.LightningModule):
         raise ConfigError(
@@ -257,7 +259,6 @@ def task_and_weights(
     try:
         # draws that no checkpoint holds, such as random features, are those of training
         with constructors(), preserved_generators():
-            seed_generators(cfg.get("seed", 0))
             task = build_task(cfg, **given)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error

@@ -2,9 +2,8 @@
 after a resume, and what hooks get that look at the data.
 """
 
-import itertools
 import random
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -76,6 +76,7 @@ class Plain(L.LightningDataModule):
             lambda data: DataLoader(data, batch_size=self.per_device, shuffle=True)
         )
         self.calls: list[str] = []
+        self.held_out = torch.randperm(20).tolist()
 
     def prepare_data(self):
         self.calls.append("prepare_data")
@@ -276,16 +277,16 @@ def test_samplers_are_kept(tmp_path):
     assert list(chain(*ordered)) == [*range(20)]
 
 
-def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
+def test_a_split_that_draws_depends_on_the_seed_alone():
     splits = []
     for seed, draws in ((5, 0), (5, 3), (6, 0)):
         torch.rand(draws)
-        module = Plain()
         before = torch.get_rng_state()
-        feed(module, seed=seed)
+        cfg = OmegaConf.create({"seed": seed, "data": {"_target_": f"{__name__}.Plain"}})
+        (fed := feeds.build(cfg)).set_up()
         # the model's initialization does not depend on the data
         assert torch.equal(torch.get_rng_state(), before)
-        splits.append(module.train.indices)
+        splits.append((fed.data.held_out, fed.data.train.indices))  # pyright: ignore
     assert splits[0] == splits[1] != splits[2]
 
 
@@ -578,12 +579,7 @@ class Streamed(DataModule):
         return self.stream
 
 
-class Counted(IterableDataset):
-    def __iter__(self):
-        return iter(range(10)) if random.random() < 2 else iter(())
-
-
-class Shrinks(Counted):
+class Shrinks(IterableDataset):
     epoch = 0
 
     def set_epoch(self, epoch):
@@ -595,17 +591,15 @@ class Shrinks(Counted):
 
 class Never(IterableDataset):
     def __iter__(self):
-        return itertools.repeat(1)
+        return repeat(1)
 
 
 def test_an_iterable_dataset_is_read_as_a_stream(monkeypatch):
-    found = [batch[0].tolist() for batch in served(Streamed(), global_batch_size=4)]
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    random.seed(3)
-    assert len(iterable.IterableStream(Counted(), seed=5, limited=False)) == 10
-    drawn = random.random()
-    random.seed(3)
-    assert random.random() == drawn  # counting leaves the global generators as they are
+    found = [batch[0].tolist() for batch in served(Streamed(), global_batch_size=6)]
+    assert found == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    before = random.getstate()
+    assert len(iterable.IterableStream(Numbered(10), seed=5, limited=False)) == 10
+    assert random.getstate() == before  # counting leaves the global generators as they are
     monkeypatch.setattr(Streamed, "stream", Shrinks())
     fed = feed(Streamed(), global_batch_size=5)
     fed.samples_seen = 10

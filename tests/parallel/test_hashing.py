@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options
 
 from armature.checkpoint import directory, state
-from armature.checkpoint import writer as checkpoint_writer
 from armature.checkpoint.writer import CheckpointWriter
 
 

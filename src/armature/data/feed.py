@@ -575,10 +575,11 @@ def build(cfg: DictConfig) -> Feed:
         if key in settings and (key not in parameters or key in shared)
     }
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
-    # our own classes take plain lists and dicts
-    data = instantiate(
-        given, _convert_="all" if target.__module__.startswith("armature.") else "none"
-    )
+    with seeded(f"{cfg.seed}/setup"):  # a constructor may split the samples, too
+        # our own classes take plain lists and dicts
+        data = instantiate(
+            given, _convert_="all" if target.__module__.startswith("armature.") else "none"
+        )
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "
