@@ -143,7 +143,7 @@ class Checkpointing(RunHooks, Checkpoint):
         self._saved_at = time.monotonic()
         # its checkpoint exists, or there is nothing to save yet
         self._saved_step = completed_batches(trainer)
-        self._owes_validation = self._owes_validation and trainer.enable_validation
+        self._owes_validation &= trainer.enable_validation
 
     def step_continues(self, trainer: OurTrainer) -> None:
         if self._owes_validation:
@@ -156,8 +156,8 @@ class Checkpointing(RunHooks, Checkpoint):
         """
         step = completed_batches(trainer)
         # at every step: a vote that was sent must be read at the next one
-        time_is_up, every = self._time_is_up(trainer), self.policy.every_n_steps
-        self._due = self._due or bool(every and step % every == 0) or time_is_up
+        every = self.policy.every_n_steps
+        self._due |= self._time_is_up(trainer) or bool(every and step % every == 0)
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
@@ -208,12 +208,12 @@ class Checkpointing(RunHooks, Checkpoint):
         """Save again if hooks of the end may have changed the weights, as averaging does: the test
         measures these.
         """
-        if not (self.policy.at_end or trainer.should_stop):
-            self._finish_pending(trainer, last=True)
-            return
-        self._save_again_after("on_train_end", trainer)
-        self._save(trainer, last=True, final=True)
-        self._finish_pending(trainer, final=True)
+        trainer.fit_loop.closed = True
+        saves = self.policy.at_end or trainer.should_stop
+        if saves:
+            self._save_again_after("on_train_end", trainer)
+            self._save(trainer, last=True, final=True)
+        self._finish_pending(trainer, last=True, final=saves)
 
     def _save_again_after(self, hook: str, trainer: OurTrainer) -> None:
         """Let the next save be made, even of a step that is saved, if a user has such a hook."""
@@ -226,8 +226,8 @@ class Checkpointing(RunHooks, Checkpoint):
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
-            due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
-            self._owes_validation = due and self._validated_step != completed_batches(trainer)
+            self._owes_validation |= trainer.fit_loop.epoch_loop.validation_is_due
+            self._owes_validation &= self._validated_step != completed_batches(trainer)
             try:
                 self._save(trainer, last=True)
             finally:
@@ -244,17 +244,17 @@ class Checkpointing(RunHooks, Checkpoint):
         if (minutes := self.policy.every_n_minutes) is None:
             return False
         step = completed_batches(trainer)
-        due = time.monotonic() - self._saved_at > 60 * minutes
         # a step before it is read, so that no rank waits for the others
         if step % VOTE_STEPS == VOTE_STEPS - 1:
-            self._time_vote(due)
+            self._time_vote(time.monotonic() - self._saved_at > 60 * minutes)
         return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
     def _is_best(self, score: float | None) -> bool:
-        count, sign = self.policy.keep_best, 1 if self.policy.mode == "min" else -1
-        if not count or score is None:
-            return False
-        return sum(sign * each <= sign * score for each in self.scores.values()) < count
+        sign = 1 if self.policy.mode == "min" else -1
+        return score is not None and (
+            sum(sign * each <= sign * score for each in self.scores.values())
+            < self.policy.keep_best
+        )
 
     def _path(self, step: int) -> Path:
         return directory.path_of(self.folder, step)
@@ -330,11 +330,10 @@ class Checkpointing(RunHooks, Checkpoint):
                 if final
                 else "checkpoint.on_failure=stop ends the run"
             )
-            message = (
+            raise NotSaved(
                 f"{what} {why}: once there is room, or the store answers, type the same "
                 "command with its run.name."
-            )
-            raise NotSaved(message) from error
+            ) from error
         if trainer.is_global_zero:
             follows = "The run ends." if last else (
                 "Training continues, and the next save tries again; checkpoint.on_failure=stop "

@@ -221,6 +221,7 @@ class FitLoop(_FitLoop):
     epoch_loop: EpochLoop
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     owes_schedules = False  # it was stopped behind a step whose schedules have not followed
+    closed = False  # the hooks of the run's end have run: a resume does not call them again
     epochs_follow = False  # trainer.max_steps alone ends the run: max_epochs is for modules to read
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
@@ -232,6 +233,12 @@ class FitLoop(_FitLoop):
         if self.owes_epoch_end:
             return False
         return self.epoch_loop.all_global_batches_are_done or super().done
+
+    @property
+    @override
+    def skip(self) -> bool:
+        # a run that was killed before the hooks of its end still has to call them
+        return self.closed if self.done else super().skip
 
     @override
     def run(self) -> None:

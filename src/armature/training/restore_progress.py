@@ -75,8 +75,6 @@ class RestoreProgress(RunHooks, Callback):
         trainer = self._trainer
         if trainer is None:  # an error before `setup`, after which a callback saves
             return {}
-        if self._user_state is None and self._saved:  # a resume that had no step left
-            return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         loop = trainer.fit_loop.epoch_loop
         before = loop.val_loop.before.attributes if loop.val_loop.before else {}
@@ -100,6 +98,7 @@ class RestoreProgress(RunHooks, Callback):
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
+            "closed": trainer.fit_loop.closed,
             # with min_steps a run goes on after it was to stop
             "ended": trainer.should_stop and not loop.min_steps and self._settings,
         }
@@ -180,8 +179,13 @@ class RestoreProgress(RunHooks, Callback):
         if loop.restarting and not done:
             progress.processed = 0  # the end of a shorter run had ended its epoch, too
         loop.owes_epoch_end = bool(step) and done and progress.ready > progress.completed
-        if step and loop.done:  # no batch follows, but perhaps a test
-            self._take_up(trainer)
+        loop.closed = loop.done and self._saved.get("closed", True)
+        if loop.closed:  # no hook follows, but perhaps a test
+            self.training_ends(trainer)
+
+    def training_ends(self, trainer: OurTrainer) -> None:
+        if self._user_state is None:  # a resume without a step left
+            self.first_batch_follows(trainer)
             StrategyMixin.of(trainer).random_state.restore()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -196,12 +200,6 @@ class RestoreProgress(RunHooks, Callback):
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
         trainer.fit_loop.restore_progress(epoch=epoch, step=step, batches=batches, closing=closing)
         trainer.fit_loop.owes_schedules = bool(batches)
-        self._restore_values(trainer)
-
-    def _restore_values(self, trainer: OurTrainer) -> None:
-        for each, values in self._saved["metrics"].items():
-            getattr(trainer, each).update(values)
-        trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
         self._user_state = user_state.UserState(trainer, self._marks)
@@ -225,7 +223,9 @@ class RestoreProgress(RunHooks, Callback):
             "data_ranks": process_group.all_gather_object(strategy.data_rank),
         }
         epoch_metrics.restore_states(module, self._saved["states"], **ranks)
-        self._restore_values(trainer)
+        for each, values in self._saved["metrics"].items():
+            getattr(trainer, each).update(values)
+        trainer.step_metrics.step_values.update(self._saved["step_values"])
         epoch_metrics.restore(
             trainer.fit_loop.epoch_loop._results,
             self._saved["logged"] if within_epoch else [{} for _ in self._saved["logged"]],
