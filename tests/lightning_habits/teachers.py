@@ -134,7 +134,7 @@ class Averaged(Regressor):
         nn.init.ones_(self.net[2].bias)  # near 0 its rounding would be compared
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
-    def on_before_zero_grad(self, optimizer):
+    def on_before_optimizer_step(self, optimizer):
         self.average.update_parameters(self.net)
 
     def validation_step(self, batch, batch_idx):

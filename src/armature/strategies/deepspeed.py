@@ -192,21 +192,19 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         return optimizer, scheduler
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         # Lightning has divided the loss by the number of micro-batches; the engine would do so
         # again
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     @override
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the engine clips during its step."""
 
     @override
-    def prepare_gradients(self, *args: Any, **kwargs: Any) -> None:
-        super().prepare_gradients(*args, **kwargs)
-        if self.completes_step:
+    def prepare_gradients(self, hooks_and_clipping: Any, optimizer: Optimizer) -> None:
+        if self.completes_step:  # not for each micro-batch: hooks would count them
+            super().prepare_gradients(hooks_and_clipping, optimizer)
             self._follow_weights()
 
     @torch.no_grad()
@@ -245,7 +243,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def scale_gradients(self, optimizer: Optimizer) -> None:
         """Change the engine's loss scale, which it divides gradients by during its step."""
-        if not self.completes_step or (scale := self.gradient_scale()) is None:
+        if (scale := self.gradient_scale()) is None:
             return
         scaler = self._zero.loss_scaler  # there is one, since targets are weighed
         self._replaced_scale = (scaler.cur_scale, scaler.cur_scale / float(scale))
