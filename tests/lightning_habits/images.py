@@ -197,7 +197,14 @@ class WGAN(GAN):
 HABITS = [
     ddp(WGAN, NO_CLIP, data="images"),
     ddp(MNISTLitModule, data="images", sample=True, resume=OWED_AT_END),
-    fsdp(UNet, data="masks", sample=True, resume=SAVED, twice=True),
+    fsdp(
+        UNet,
+        data="masks",
+        sample=True,
+        resume=SAVED,
+        twice=True,
+        also=("strategy.activation_checkpointing=every",),
+    ),
     ddp(UNet, callback(EMA, decay=0.9), data="masks", name="AveragedUNet"),
     ddp(GAN, NO_CLIP, data="images", sample=True, resume=SAVED),
 ]

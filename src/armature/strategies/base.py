@@ -162,15 +162,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         fits, names = trainer.state.fn == TrainerFn.FITTING, state.parameter_names(self.module)
         for optimizer in self.optimizers:
-            if optimizers.is_saved_whole(optimizer) and not self.saves_files:
-                optimizers.refuse_parts(optimizer)
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
             if fits and isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 optimizers.check(optimizer, names, held=self.module.state_dict())
-        for optimizer in self.inner_optimizers():
-            # it computes means over rows and columns of whole weights, also in DeepSpeed's engine
-            if isinstance(optimizer, torch.optim.Adafactor) and not self.saves_files:
+        for optimizer in () if self.saves_files else self.inner_optimizers():
+            # Adafactor computes means over rows and columns of whole weights
+            if optimizers.is_saved_whole(optimizer) or isinstance(optimizer, torch.optim.Adafactor):
                 optimizers.refuse_parts(optimizer)
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         if fits:

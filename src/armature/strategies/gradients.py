@@ -109,8 +109,11 @@ class GradientMixin(LayoutMixin):
 
     # ------------------------------------------------------------ steps that are left out
     def _make_mask(self) -> UpdateMask | None:
-        automatic = self.module.automatic_optimization
-        if self.on_nan != "skip" or not automatic or not self.masks_updates:
+        if (
+            self.on_nan != "skip"
+            or not self.module.automatic_optimization
+            or not self.masks_updates
+        ):
             return None
         for searches in filter(needs_closure, self.optimizers):
             raise ConfigError(
@@ -184,8 +187,6 @@ class GradientMixin(LayoutMixin):
                 # an epoch may have been left within a step, and a closure may be called twice
                 weights.reset()
             weights.count_batch(args[0], self._weighs_targets)
-        elif weights.batch_targets is not None:  # accumulation has ended
-            weights.reset()
         if self.update_mask is not None:
             self.update_mask.step_begins()
         if self.scaler is not None:
@@ -210,7 +211,14 @@ class GradientMixin(LayoutMixin):
         if self.update_mask is not None:
             # a loss that is not finite makes all ranks' gradients NaN
             loss = loss * (1 + 0 * loss.detach())
-        return super().backward(loss, *args, **kwargs)
+        # a forward that is computed again would move BatchNorms' running statistics again
+        norms = [x for x in self.module.modules() if getattr(x, "track_running_stats", False)]
+        for norm in norms:
+            norm.track_running_stats = False  # pyright: ignore[reportArgumentType]
+        output = super().backward(loss, *args, **kwargs)
+        for norm in norms:
+            norm.track_running_stats = True  # pyright: ignore[reportArgumentType]
+        return output
 
     # ------------------------------------------------------------ weights that are frozen or
     # unfrozen during training
