@@ -60,7 +60,7 @@ class Cache:
     newest_only = False
 
     def __init__(self, config: Any, *, positions: int | None = None) -> None:
-        self.positions, self.length, self._config = positions, 0, config
+        self.positions, self._config = positions, config
         self.clear()
 
     def clear(self) -> None:
@@ -238,7 +238,10 @@ class CausalLM(PretrainedModel):
         attention: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(pretrained=pretrained, context=context, attention=attention)
+        # else BERT and its like, which this class has too, would see the token they are to predict
+        super().__init__(
+            pretrained=pretrained, context=context, attention=attention, is_decoder=True
+        )
 
     def forward(
         self,
