@@ -43,7 +43,10 @@ def main() -> None:
         help="two numbers of layers, such as 3,5: simulate these and extrapolate (faster)",
     )
     parser.add_argument(
-        "--order", action="store_true", help="check that the collectives of all ranks meet"
+        "--order",
+        action="store_true",
+        help="check that the collectives of all ranks meet (of a classifier in a pipeline: those "
+        "of training)",
     )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")

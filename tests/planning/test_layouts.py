@@ -121,6 +121,7 @@ LAYOUTS = {
         for ranks in (2, 4)
         for schedule in SCHEDULES
     },
+    "a classifier, pipeline 2": ["experiment=example", "strategy=pipeline", "trainer.devices=2"],
 }
 KNOWN_WAITS = {
     # whether a gradient overflowed
@@ -133,8 +134,7 @@ KNOWN_WAITS = {
 
 
 def compose_layout(*overrides: str):
-    own = any(each.startswith("model=") for each in overrides)
-    common = [each for each in MODEL if not (own and each.startswith("model="))]
+    common = [] if "experiment=example" in overrides else MODEL
     with composing():
         return compose("train", [*common, *overrides])
 

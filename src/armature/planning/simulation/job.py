@@ -125,11 +125,12 @@ def _simulate(
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
+        pipeline, logits = layout.axes["pipe"] > 1, _logits_sizes(cfg, layout)
         if record:
-            run.trainer.num_sanity_val_steps = VALIDATED
             issued = order.Recorder(meter).record
-        pipeline = layout.axes["pipe"] > 1
-        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
+            # a classifier's outputs come from the last stage: other ranks do not know their shape
+            run.trainer.num_sanity_val_steps = VALIDATED if logits or not pipeline else 0
+        probe = Probe(meter, logits=logits, steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         with suppress(StepEnded):
             run.trainer.fit(run.task, datamodule=run.feed.data)
@@ -145,7 +146,7 @@ def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
     on one rank.
     """
     size = (cfg.model or {}).get("vocab_size")
-    return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
+    return frozenset({size, math.ceil(size / layout.axes["tensor"])} if size else ())
 
 
 def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _report(
         bubble_share=getattr(strategy, "bubble_share", 0.0),
         samples_per_step=data.simulated_of,
         tokens_per_sample=data.assets.tokens_per_sample,
-        model_flops=_model_flops(run, probe),
+        model_flops=_model_flops(run.task, probe, data.simulated_of),
         peak_flops=meter.roofline.peak(compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
         issued=issued,
@@ -219,8 +220,8 @@ def _micro(data: Any, layout: Layout) -> int:
     return micro if isinstance(micro, int) else data.global_batch_size // layout.data_ranks
 
 
-def _model_flops(run: worker.Run, probe: Probe) -> float | None:
-    make: Callable[[], Any] | None = getattr(run.task, "_make_model", None)
+def _model_flops(task: Any, probe: Probe, samples: int) -> float | None:
+    make: Callable[[], Any] | None = getattr(task, "_make_model", None)
     batch = probe.first_batch
     if make is None or not isinstance(batch, dict) or "inputs" not in batch:
         return None
@@ -228,5 +229,4 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
         key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
     }
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
-    feed: Any = run.feed
-    return None if found is None else found * feed.simulated_of
+    return None if found is None else found * samples
