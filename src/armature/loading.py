@@ -202,7 +202,7 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     """
     allow([cfg.task._target_])  # it is called below: nothing else decides whether it may be
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
-    # now that its modules are imported: what these draw is not drawn again by another process
+    # after the imports, in which modules may draw: not every process makes them here
     seed_generators(cfg.seed)
     task = instantiate(cfg.task, **factories | arguments)
     if not isinstance(task, L.LightningModule):

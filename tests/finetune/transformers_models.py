@@ -108,7 +108,7 @@ def logits(root: str) -> dict[str, float]:
             found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
             cache.newest_only = True
-            newest = model(ids, cache=cache)
+            newest = model(ids, cache=cache)  # more than one position would differ from the last
             found[f"{kind}, the newest alone"] = float((newest - expected[:, -1:]).abs().max())
             if kind in RECURRENT:
                 assert packing_problems(model)
